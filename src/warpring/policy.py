@@ -1,0 +1,22 @@
+"""Which path serves which batch.
+
+Warp decode reads a weight row once for every token that wants it; the expert-centric path reads it once for
+all of them, but pays for sorting, padding, gathering and scattering. So warp decode wins up to some batch, and
+the library says where. The crossovers below are those of `docs/performance.md`.
+"""
+
+from __future__ import annotations
+
+from warpring.experts import Experts
+
+#: Largest decode batch that "auto" gives to warp decode on a GPU. Beyond it the expert-centric path serves.
+MAX_WARP_TOKENS = 32
+#: Largest batch that "auto" gives to the reference on a CPU.
+MAX_REFERENCE_TOKENS = 16
+
+
+def choose_path(experts: Experts, num_tokens: int) -> str:
+    """The path that `path="auto"` takes: "warp" or "classical" on a GPU, "reference" or "classical" on a CPU."""
+    if experts.device.type == "cuda":
+        return "warp" if num_tokens <= MAX_WARP_TOKENS else "classical"
+    return "reference" if num_tokens <= MAX_REFERENCE_TOKENS else "classical"
