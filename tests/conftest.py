@@ -1,0 +1,15 @@
+"""Shared test settings: GPU tests run where a GPU is, and say why they do not elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("gpu") and num_gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; none found"))
+        if item.get_closest_marker("multi_gpu") and num_gpus < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA GPUs; found {num_gpus}"))
