@@ -10,12 +10,10 @@ from warpring.errors import ArgumentError
 from warpring.formats.base import Format, QuantizedTensor, ceil_div
 from warpring.formats.bf16 import Bf16
 from warpring.formats.fp8 import Fp8Block, Fp8Channel
-from warpring.formats.mx import Mxfp4, Mxfp8
+from warpring.formats.mx import Mxfp4, Mxfp8, mxfp4_from_gpt_oss
 from warpring.formats.nvfp4 import Nvfp4
 
-FORMATS: dict[str, Format] = {
-    fmt.name: fmt for fmt in (Bf16(), Fp8Block(), Fp8Channel(), Mxfp8(), Mxfp4(), Nvfp4())
-}
+FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (Bf16(), Fp8Block(), Fp8Channel(), Mxfp8(), Mxfp4(), Nvfp4())}
 
 
 def get_format(name: str) -> Format:
@@ -26,4 +24,4 @@ def get_format(name: str) -> Format:
         raise ArgumentError(f"format must be one of {', '.join(FORMATS)}; got {name!r}.") from None
 
 
-__all__ = ["FORMATS", "Format", "QuantizedTensor", "ceil_div", "get_format"]
+__all__ = ["FORMATS", "Format", "QuantizedTensor", "ceil_div", "get_format", "mxfp4_from_gpt_oss"]
