@@ -2,9 +2,9 @@
 
 A format stores the last two dimensions `[rows, cols]` of a tensor; every leading dimension (expert,
 gate/up half) is a batch dimension. `cols` is the reduction dimension of the layer's dot products.
-Quantising always rounds to nearest, ties to even; dequantising is exact in FP32 and never rounds
-(BF16 data times a scale needs at most 24 significand bits in every format here, except the FP32 block
-scales of the FP8 formats, whose product is rounded once to FP32).
+Quantising always rounds to nearest, ties to even. Dequantising is exact in FP32 for all that our quantisers
+write: their FP32 scales are cut to so few bits that code times scale fits FP32. A checkpoint's own FP32 scales
+may use all 24 bits; then the product is rounded once to FP32, and FP64 holds it exactly.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Format(ABC):
     Class attributes:
         name: registry key, e.g. "mxfp8".
         bits_per_weight: bits of one code, scales not counted.
-        block: (rows, cols) that share one scale, or None. A block may overhang the edge of the matrix.
+        block: (rows, cols) that share one scale; it may overhang the edge of the matrix. None where no size is
+            fixed: BF16 has no scale, per-channel FP8 one a row.
         title: one line for tables and error messages.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpring.formats.base import Format, QuantizedTensor
-from warpring.formats.blocks import check_absent, check_dtype, check_stored, check_tensor, check_weight
+from warpring.formats.checks import check_absent, check_dtype, check_stored, check_tensor, check_weight
 
 
 class Bf16(Format):

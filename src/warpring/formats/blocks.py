@@ -1,7 +1,7 @@
 """What the scaled formats share: chunked quantising and dequantising, blocks with overhanging edges, checks.
 
-Every function below this line works on `[matrices, rows, cols]`; the batch dimensions are flattened once, in
-`ScaledFormat`, and the work is cut into chunks of matrices, so that temporaries stay small beside the weights.
+The batch dimensions are flattened once, in `ScaledFormat`, to `[matrices, rows, cols]`, and the work is cut into
+chunks of matrices, so that temporaries stay small beside the weights.
 """
 
 from __future__ import annotations
@@ -14,37 +14,41 @@ import torch
 
 from warpring.errors import ArgumentError
 from warpring.formats.base import Format, QuantizedTensor, ceil_div
+from warpring.formats.checks import check_absent, check_dtype, check_stored, check_tensor, check_weight
+from warpring.formats.e2m1 import pack, unpack
 
 #: FP32's smallest normal number. No quantiser writes a smaller scale: kernels may flush subnormals to zero.
 MIN_SCALE = 2.0**-126
 
-# Elements of FP32 temporaries a step may make (64 MiB each), unless one matrix alone is larger.
+# Elements a chunk may have (64 MiB of each FP32 temporary), unless one matrix alone has more.
 _CHUNK_ELEMENTS = 1 << 24
 
 Parts = tuple[torch.Tensor, ...]
 
 
 class ScaledFormat(Format):
-    """A format of codes and scales. Subclasses say how one chunk is encoded and decoded.
+    """A format of codes and scales; value = code * scale (* global_scale).
+
+    Subclasses encode blocks. A block tensor is [matrices, block rows, rows of one, block cols, cols of one].
 
     Class attributes:
         data_dtype, scale_dtype: dtypes of the stored tensors.
-        codes_per_element: codes in one element of `data`: 1, or 2 for packed 4-bit codes.
+        packed: whether `data` holds two E2M1 codes a byte; else an element is a number by itself.
         has_global_scale: whether each matrix has one more FP32 scale.
     """
 
     data_dtype: torch.dtype
     scale_dtype: torch.dtype
-    codes_per_element: int = 1
+    packed: bool = False
     has_global_scale: bool = False
 
     @abstractmethod
-    def encode(self, weight: torch.Tensor) -> Parts:
-        """(data, scale[, global_scale]) of FP32 weights [matrices, rows, cols]."""
+    def encode(self, blocks: torch.Tensor) -> Parts:
+        """Codes (uint8 bits) of FP32 `blocks`, scale [matrices, block rows, 1, block cols, 1] (, global_scale)."""
 
-    @abstractmethod
-    def decode(self, parts: Parts, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """[matrices, rows, cols] of `dtype` (float32 or float64) from what `encode` gave."""
+    def scale_value(self, scale: torch.Tensor) -> torch.Tensor:
+        """The numbers that stored scales stand for, in a dtype that holds them exactly."""
+        return scale
 
     def quantize(self, weight: torch.Tensor) -> QuantizedTensor:
         shape = check_weight(self.name, weight)
@@ -52,26 +56,35 @@ class ScaledFormat(Format):
         stored = self._empty(shape, weight.device)
         targets = self._flat(stored)
         for chunk in _chunks(flat.shape):
-            for target, part in zip(targets, self.encode(flat[chunk].float()), strict=True):
-                target[chunk] = part
+            codes, *scales = self.encode(to_blocks(flat[chunk].float(), self._block(shape)))
+            codes = from_blocks(codes, *shape[-2:])
+            codes = pack(codes) if self.packed else codes.view(self.data_dtype)
+            for target, part in zip(targets, (codes, *scales), strict=True):
+                target[chunk] = part.reshape(target[chunk].shape)
         return stored
 
     def dequantize(self, stored: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         self.check(stored)
         check_dtype(self.name, dtype)
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
         rows, cols = stored.shape[-2:]
         out = torch.empty(math.prod(stored.shape[:-2]), rows, cols, dtype=dtype, device=stored.device)
         parts = self._flat(stored)
-        compute = torch.float64 if dtype == torch.float64 else torch.float32
         for chunk in _chunks(out.shape):
-            out[chunk] = self.decode(tuple(part[chunk] for part in parts), cols, compute)
+            data, scale, *global_scale = (part[chunk] for part in parts)
+            values = unpack(data, cols, compute) if self.packed else data.to(compute)
+            blocks = to_blocks(values, self._block(stored.shape))
+            blocks = blocks * self.scale_value(scale).to(compute)[:, :, None, :, None]
+            for factor in global_scale:
+                blocks = blocks * factor.to(compute)[:, None, None, None, None]
+            out[chunk] = from_blocks(blocks, rows, cols)
         return out.reshape(stored.shape)
 
     def data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:-1], ceil_div(shape[-1], self.codes_per_element))
+        return (*shape[:-1], ceil_div(shape[-1], 2) if self.packed else shape[-1])
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        block_rows, block_cols = self.block or (1, shape[-1])
+        block_rows, block_cols = self._block(shape)
         return (*shape[:-2], ceil_div(shape[-2], block_rows), ceil_div(shape[-1], block_cols))
 
     def check(self, stored: QuantizedTensor) -> None:
@@ -87,6 +100,10 @@ class ScaledFormat(Format):
             raise ArgumentError(
                 f"{self.name}: data and scales must lie on one device; got {sorted(map(str, devices))}. Use .to()."
             )
+
+    def _block(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """(rows, cols) under one scale; a format without a fixed block scales each row."""
+        return self.block or (1, shape[-1])
 
     def _empty(self, shape: tuple[int, ...], device: torch.device) -> QuantizedTensor:
         return QuantizedTensor(
@@ -132,50 +149,14 @@ def finite_amax(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return torch.where(tensor.isfinite(), tensor, 0).abs().amax(dims, keepdim=True)
 
 
-def check_weight(name: str, weight: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a weight to quantise, or ArgumentError."""
-    if not weight.is_floating_point():
-        raise ArgumentError(f"{name}.quantize: weight must be floating point; got {weight.dtype}. Call .float().")
-    if weight.dim() < 2 or 0 in weight.shape[-2:]:
-        raise ArgumentError(
-            f"{name}.quantize: weight must be [..., rows, cols] with at least one row and column; "
-            f"got {list(weight.shape)}. Add a dimension of 1 for a vector."
-        )
-    return tuple(weight.shape)
+def cut_significand(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Non-negative FP32 values cut down (never up) to `bits` significand bits, the leading one counted.
+
+    A scale with so few bits gives products with codes that FP32 holds exactly, and none beyond the block's amax.
+    """
+    return (values.view(torch.int32) & -(1 << (24 - bits))).view(torch.float32)
 
 
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """ArgumentError unless `dtype` is one that dequantising can give."""
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise ArgumentError(
-            f"{name}.dequantize: dtype must be float32, float64, bfloat16 or float16; got {dtype}. Cast the result."
-        )
-
-
-def check_stored(name: str, stored: QuantizedTensor) -> tuple[int, ...]:
-    """The logical shape of stored weights of format `name`, or ArgumentError."""
-    if stored.format != name:
-        raise ArgumentError(
-            f"{name}: the weights are stored as {stored.format!r}. Use get_format({stored.format!r}), or requantise."
-        )
-    if len(stored.shape) < 2 or 0 in stored.shape[-2:]:
-        raise ArgumentError(
-            f"{name}: shape must be [..., rows, cols] with at least one row and column; got {list(stored.shape)}."
-        )
-    return stored.shape
-
-
-def check_tensor(name: str, part: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """ArgumentError unless the stored tensor `part` is there, of this dtype and shape."""
-    if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        got = "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-        raise ArgumentError(
-            f"{name}: {part} must be {dtype} {list(shape)}; got {got}. "
-            f"get_format({name!r}).quantize makes a fitting one."
-        )
-
-
-def check_absent(name: str, part: str, tensor: torch.Tensor | None) -> None:
-    """ArgumentError where a stored tensor that the format does not have is given."""
-    if tensor is not None:
-        raise ArgumentError(f"{name}: {part} must be None; got {tensor.dtype} {list(tensor.shape)}. Leave it out.")
+def unit_where_zero(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """FP32 scales, 1 where amax is 0 and nowhere below `MIN_SCALE`: nothing divides by zero or is subnormal."""
+    return torch.where(amax == 0, 1.0, scale.clamp(min=MIN_SCALE))

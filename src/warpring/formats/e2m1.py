@@ -15,9 +15,14 @@ _THRESHOLDS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     """FP32 to E2M1 codes (uint8, 0 to 15): nearest even, saturating at +-6. NaN must not come in."""
-    thresholds = torch.tensor(_THRESHOLDS, dtype=torch.float32, device=values.device)
-    codes = torch.bucketize(values.abs(), thresholds, out_int32=True).to(torch.uint8)
-    return codes | (torch.signbit(values).to(torch.uint8) << 3)
+    return _magnitude_codes(values).to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def squared_error(values: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension, kept as size 1, of the squared error that E2M1 rounding makes."""
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=values.dtype, device=values.device)
+    error = magnitudes[_magnitude_codes(values)] - values.abs()
+    return error.square_().sum(-1, keepdim=True)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -30,5 +35,9 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
     """Values [..., cols] of packed codes [..., ceil(cols / 2)], by a table of the 256 bytes."""
     table = torch.tensor([(_VALUES[b & 15], _VALUES[b >> 4]) for b in range(256)], dtype=dtype, device=packed.device)
-    pairs = torch.nn.functional.embedding(packed.int(), table)
-    return pairs.flatten(-2)[..., :cols]
+    return table[packed.int()].flatten(-2)[..., :cols]
+
+
+def _magnitude_codes(values: torch.Tensor) -> torch.Tensor:
+    thresholds = torch.tensor(_THRESHOLDS, dtype=values.dtype, device=values.device)
+    return torch.bucketize(values.abs(), thresholds, out_int32=True)

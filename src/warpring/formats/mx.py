@@ -6,8 +6,8 @@ import torch
 
 from warpring.errors import ArgumentError
 from warpring.formats.base import QuantizedTensor
-from warpring.formats.blocks import Parts, ScaledFormat, finite_amax, from_blocks, to_blocks
-from warpring.formats.e2m1 import E2M1_MAX, pack, to_e2m1, unpack
+from warpring.formats.blocks import Parts, ScaledFormat, finite_amax
+from warpring.formats.e2m1 import E2M1_MAX, squared_error, to_e2m1
 from warpring.formats.fp8 import E4M3_MAX, to_e4m3
 
 MX_BLOCK = 32
@@ -40,51 +40,42 @@ class _Mx(ScaledFormat):
     block = (1, MX_BLOCK)
     scale_dtype = torch.uint8
 
+    def scale_value(self, scale: torch.Tensor) -> torch.Tensor:
+        return e8m0_value(scale)
+
 
 class Mxfp8(_Mx):
-    """E4M3 codes; value = code * 2^(scale - 127)."""
+    """E4M3 codes; value = code * 2^(scale - 127), the smallest scale that lets no weight saturate."""
 
     name = "mxfp8"
     bits_per_weight = 8
     title = "MXFP8 E4M3, UE8M0 scale per 32"
     data_dtype = torch.float8_e4m3fn
 
-    def encode(self, weight: torch.Tensor) -> Parts:
-        _, rows, cols = weight.shape
-        blocks = to_blocks(weight, self.block)
+    def encode(self, blocks: torch.Tensor) -> Parts:
         scale = e8m0_scale(finite_amax(blocks, (2, 4)), E4M3_MAX)
-        codes = to_e4m3(blocks / e8m0_value(scale)).view(torch.uint8)
-        return from_blocks(codes, rows, cols).view(self.data_dtype), scale[:, :, 0, :, 0]
-
-    def decode(self, parts: Parts, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        data, scale = parts
-        blocks = to_blocks(data.to(dtype), self.block)
-        return from_blocks(blocks * e8m0_value(scale)[:, :, None, :, None].to(dtype), data.shape[1], cols)
+        return to_e4m3(blocks / e8m0_value(scale)).view(torch.uint8), scale
 
 
 class Mxfp4(_Mx):
-    """E2M1 codes, two a byte; value = code * 2^(scale - 127)."""
+    """E2M1 codes, two a byte; value = code * 2^(scale - 127), the scale of least squared error."""
 
     name = "mxfp4"
     bits_per_weight = 4
     title = "MXFP4 E2M1, UE8M0 scale per 32"
     data_dtype = torch.uint8
-    codes_per_element = 2
+    packed = True
 
-    def encode(self, weight: torch.Tensor) -> Parts:
-        _, rows, cols = weight.shape
-        blocks = to_blocks(weight, self.block)
-        scale = e8m0_scale(finite_amax(blocks, (2, 4)), E2M1_MAX)
+    def encode(self, blocks: torch.Tensor) -> Parts:
         finite = blocks.isfinite()
-        codes = to_e2m1(torch.where(finite, blocks, 0) / e8m0_value(scale))
+        blocks = torch.where(finite, blocks, 0)
+        scale = e8m0_scale(finite_amax(blocks, (2, 4)), E2M1_MAX)
+        # Half that scale clips weights above 6 but is finer for the others. Errors here are in units of either scale.
+        scaled = blocks / e8m0_value(scale)
+        halve = (squared_error(scaled * 2) < 4 * squared_error(scaled)) & (scale > 1)
+        codes = to_e2m1(torch.where(halve, scaled * 2, scaled))
         # E2M1 has no NaN: one NaN or Inf makes the whole block NaN, by its scale.
-        scale = torch.where(finite.all(4, keepdim=True), scale, E8M0_NAN)
-        return pack(from_blocks(codes, rows, cols)), scale[:, :, 0, :, 0]
-
-    def decode(self, parts: Parts, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        data, scale = parts
-        blocks = to_blocks(unpack(data, cols, dtype), self.block)
-        return from_blocks(blocks * e8m0_value(scale)[:, :, None, :, None].to(dtype), data.shape[1], cols)
+        return codes, torch.where(finite.all(4, keepdim=True), scale - halve.to(torch.uint8), E8M0_NAN)
 
 
 def mxfp4_from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedTensor:
@@ -106,8 +97,8 @@ def mxfp4_from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedT
     fits = blocks.dim() >= 3 and blocks.shape[-1] == MX_BLOCK // 2 and scales.shape == blocks.shape[:-1]
     if not fits or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ArgumentError(
-            "mxfp4_from_gpt_oss: blocks must be uint8 [..., rows, cols / 32, 16] and scales uint8 [..., rows, cols / 32]; got "
-            f"blocks {blocks.dtype} {list(blocks.shape)}, scales {scales.dtype} {list(scales.shape)}. "
+            "mxfp4_from_gpt_oss: blocks must be uint8 [..., rows, cols / 32, 16] and scales uint8 [..., rows, cols / 32];"
+            f" got blocks {blocks.dtype} {list(blocks.shape)}, scales {scales.dtype} {list(scales.shape)}. "
             "Pass the tensors as the checkpoint holds them."
         )
     shape = (*blocks.shape[:-2], blocks.shape[-2] * MX_BLOCK)
