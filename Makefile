@@ -1,0 +1,56 @@
+# Everything here sets itself up: a virtual environment in .venv, made once and checked in a moment after that.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# Options for the command behind a target: make demo ARGS="--format mxfp4", make test ARGS="-k formats"
+ARGS ?=
+# pytest workers; one thread each, so that they do not fight over the cores
+WORKERS ?= 2
+
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench tables wheel hooks clean setup-demo setup-test
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: setup-demo ## write text with the trained model in examples/, through warp decode
+	@$(BIN)/warpring generate $(ARGS)
+
+test: lint ## style, types, and every test; GPU tests where a GPU is
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+lint: setup-test ## style and types only
+	@$(BIN)/python -m ruff check
+	@$(BIN)/python -m ruff format --check
+	@$(BIN)/python -m pyright
+
+format: setup-test ## rewrite the sources to the style
+	@$(BIN)/python -m ruff check --fix
+	@$(BIN)/python -m ruff format
+
+bench: setup-test ## time one MoE layer; ARGS picks shape, format, batches
+	@$(BIN)/warpring bench $(ARGS)
+
+tables: setup-test ## rewrite the tables and plots of README and docs from bench/results
+	@$(BIN)/python -m warpring.bench.tables
+
+wheel: setup-test ## build dist/warpring-*.whl
+	@$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --quiet -w dist
+	@ls dist
+
+hooks: ## run the linters before each commit
+	@$(PYTHON) scripts/setup_env.py hooks
+	@$(BIN)/python -m pre_commit install
+
+clean: ## remove .venv and everything built
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup-demo:
+	@$(PYTHON) scripts/setup_env.py demo
+
+setup-test:
+	@$(PYTHON) scripts/setup_env.py test
