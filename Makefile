@@ -11,7 +11,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench tables wheel hooks clean setup-demo setup-test
+.PHONY: help demo test test-gpu lint format bench tables wheel hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -22,10 +22,13 @@ demo: setup-demo ## write text with the trained model in examples/, through warp
 test: lint ## style, types, and every test; GPU tests where a GPU is
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
 
+test-gpu: setup-test-gpu ## only the tests that need a GPU
+	@$(BIN)/python -m pytest -q -m "gpu or multi_gpu" $(ARGS)
+
 lint: setup-test ## style and types only
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check
-	@$(BIN)/python -m pyright
+	@$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 format: setup-test ## rewrite the sources to the style
 	@$(BIN)/python -m ruff check --fix
@@ -41,16 +44,12 @@ wheel: setup-test ## build dist/warpring-*.whl
 	@$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --quiet -w dist
 	@ls dist
 
-hooks: ## run the linters before each commit
-	@$(PYTHON) scripts/setup_env.py hooks
+hooks: setup-hooks ## run the linters before each commit
 	@$(BIN)/python -m pre_commit install
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-setup-demo:
-	@$(PYTHON) scripts/setup_env.py demo
-
-setup-test:
-	@$(PYTHON) scripts/setup_env.py test
+setup-%:
+	@$(PYTHON) scripts/setup_env.py $*

@@ -1,6 +1,6 @@
 """Make .venv ready for one of the Makefile's targets; silent and quick when it already is.
 
-    python3 scripts/setup_env.py demo | test | hooks
+    python3 scripts/setup_env.py demo | test | test-gpu | hooks
 
 What goes in is decided once and remembered in .venv/setup.json:
 
@@ -37,11 +37,10 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 #: Requirement files of each target, beside torch.txt. On a GPU every target compiles kernels.
 TARGETS = {
     "demo": ["demo"],
-    "test": ["demo", "cuda", "test", "lint"],
-    "hooks": ["lint", "hooks"],
+    "test": ["demo", "cuda", "test", "dev"],
+    "test-gpu": ["demo", "cuda", "test"],
+    "hooks": ["dev", "hooks"],
 }
-#: Headers that a CUDA toolkit on the machine provides as well.
-TOOLKIT_HEADERS = ("nvidia-cuda-cccl", "nvidia-cuda-crt")
 
 
 class SetupError(Exception):
@@ -227,10 +226,8 @@ def install_pins(names: list[str]) -> None:
 
 def install_missing(names: list[str]) -> None:
     """Of the pins in `names`, those whose package is absent or older than pyproject.toml allows."""
-    wanted = [pin for pin in pins(names) if not (has_toolkit() and pin.startswith(TOOLKIT_HEADERS))]
-    check = subprocess.run(
-        [str(VENV_PYTHON), "-c", MISSING, str(ROOT / "pyproject.toml"), *wanted], capture_output=True, text=True
-    )
+    command = [str(VENV_PYTHON), "-c", MISSING, str(ROOT / "pyproject.toml"), *pins(names)]
+    check = subprocess.run(command, capture_output=True, text=True)
     if check.returncode:
         raise SetupError(f"looking for installed packages: {check.stderr.strip()}")
     missing = check.stdout.split()
@@ -264,10 +261,6 @@ def pins(names: list[str]) -> list[str]:
     """The requirement lines of the files `names`."""
     lines = (line.strip() for name in names for line in requirements_file(name).read_text().splitlines())
     return [line for line in lines if line and not line.startswith("#")]
-
-
-def has_toolkit() -> bool:
-    return shutil.which("nvcc") is not None or os.path.exists("/usr/local/cuda/include/cuda_fp8.h")
 
 
 def pip_install(label: str, arguments: list[str]) -> bool:
