@@ -1,0 +1,174 @@
+"""Inputs of a benchmark: random experts made in their number format, and routings.
+
+Experts of a large layer do not fit beside a dense copy of themselves, and several layers are needed so that
+no cache holds the weights. So a few experts are drawn and quantised, and the layer repeats them: every expert
+has its own bytes in memory, and all codes and scales are ones that quantised weights really have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from warpring.bench.shapes import LayerShape
+from warpring.errors import ArgumentError
+from warpring.experts import Experts
+from warpring.formats import QuantizedTensor
+
+#: Experts that are drawn; the others of the layer repeat them.
+NUM_DRAWN = 4
+
+
+def random_experts(shape: LayerShape, format: str, device: torch.device | str, seed: int) -> Experts:
+    """A layer of `shape` with random weights of 1 / sqrt(fan-in), stored in `format` on `device`.
+
+    At most `NUM_DRAWN` experts exist densely at any time. Equal seeds give equal experts on equal devices.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    drawn = min(NUM_DRAWN, shape.num_experts)
+
+    def normal(*size: int, std: float) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device) * std
+
+    few = Experts.from_dense(
+        normal(drawn, 2 * shape.intermediate, shape.hidden, std=shape.hidden**-0.5),
+        normal(drawn, shape.hidden, shape.intermediate, std=shape.intermediate**-0.5),
+        format=format,
+        activation=shape.activation,
+        w13_bias=normal(drawn, 2 * shape.intermediate, std=0.1) if shape.has_bias else None,
+        w2_bias=normal(drawn, shape.hidden, std=0.1) if shape.has_bias else None,
+    )
+    which = torch.arange(shape.num_experts, device=device) % drawn
+
+    def repeated(stored: torch.Tensor) -> torch.Tensor:
+        # Bytes, since not every device can index the 8-bit float types.
+        as_bytes = stored.view(torch.uint8) if stored.element_size() == 1 else stored
+        return as_bytes[which].view(stored.dtype)
+
+    def all_experts(stored: QuantizedTensor) -> QuantizedTensor:
+        return replace(stored.map(repeated), shape=(shape.num_experts, *stored.shape[1:]))
+
+    return replace(
+        few,
+        w13=all_experts(few.w13),
+        w2=all_experts(few.w2),
+        w13_bias=None if few.w13_bias is None else repeated(few.w13_bias),
+        w2_bias=None if few.w2_bias is None else repeated(few.w2_bias),
+    )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where a batch goes.
+
+    Attributes:
+        topk_idx: [num_tokens, topk] int64, as routers give it, distinct within a token.
+        topk_weights: [num_tokens, topk] float32, positive, adding up to 1 a token.
+    """
+
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+    def to(self, device: torch.device | str) -> Routing:
+        return Routing(self.topk_idx.to(device), self.topk_weights.to(device))
+
+
+def make_routing(
+    shape: LayerShape,
+    num_tokens: int,
+    kind: str = "uniform",
+    *,
+    seed: int,
+    load: Sequence[float] | None = None,
+) -> Routing:
+    """A random routing on the CPU; equal seeds give equal routings.
+
+    Args:
+        shape: gives num_experts and topk.
+        num_tokens: tokens in the batch.
+        kind: "uniform": every expert as likely; "zipf": the r-th expert with probability ~ 1 / r; "recorded":
+            as likely as `load` says. Which expert is the hot one is drawn anew with each seed.
+        seed: of the drawing.
+        load: relative load of each expert of a measured model, any length; it is stretched to num_experts.
+
+    Raises:
+        ArgumentError: an unknown kind; "recorded" without a load, or a load with it that cannot be one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    share = _expert_share(shape.num_experts, kind, load)
+    share = share[torch.randperm(shape.num_experts, generator=generator)]
+    # The largest of log p + Gumbel noise are a draw without replacement in proportion to p.
+    noise = -torch.empty(num_tokens, shape.num_experts, dtype=torch.float64).exponential_(generator=generator).log()
+    topk_idx = (share.log() + noise).topk(shape.topk, dim=1).indices
+    scores = torch.randn(num_tokens, shape.topk, generator=generator)
+    return Routing(topk_idx.contiguous(), scores.softmax(dim=1))
+
+
+def _expert_share(num_experts: int, kind: str, load: Sequence[float] | None) -> torch.Tensor:
+    """Relative load of each expert, largest first, FP64, all above 0."""
+    if kind == "uniform":
+        return torch.ones(num_experts, dtype=torch.float64)
+    if kind == "zipf":
+        return 1.0 / torch.arange(1, num_experts + 1, dtype=torch.float64)
+    if kind != "recorded":
+        raise ArgumentError(f"make_routing: kind must be uniform, zipf or recorded; got {kind!r}.")
+    if load is None or not len(load) or min(load) < 0 or not max(load) > 0:
+        raise ArgumentError(
+            "make_routing: kind 'recorded' needs load, the non-negative load of each expert of a measured model, not "
+            f"all zero; got {'None' if load is None else list(load)}."
+        )
+    curve = torch.tensor(sorted(load, reverse=True), dtype=torch.float64)
+    # An expert that got no token in the recording is rare, not impossible: half of the smallest load seen.
+    curve = curve.clamp(min=0.5 * float(curve[curve > 0].min()))
+    stretched = torch.nn.functional.interpolate(curve[None, None], size=num_experts, mode="linear", align_corners=True)
+    return stretched[0, 0]
+
+
+def read_load(path: str | os.PathLike[str]) -> list[float]:
+    """A recorded load: a JSON list with one number an expert, or one such list a layer (the mean of the sorted).
+
+    Raises:
+        ArgumentError: the file holds something else.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = torch.tensor(value, dtype=torch.float64)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"read_load: {path} must hold a JSON list of numbers, one an expert, or a list of such lists, one a layer; "
+            f"{error}."
+        ) from error
+    if rows.dim() not in (1, 2) or not rows.numel():
+        raise ArgumentError(f"read_load: {path} must hold one or two levels of lists; got shape {list(rows.shape)}.")
+    # Layers differ in which expert is hot, so it is the sorted curves that are alike.
+    curves = rows.reshape(-1, rows.shape[-1]).sort(dim=1, descending=True).values
+    return curves.mean(dim=0).tolist()
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one layer must move.
+
+    Attributes:
+        unique_bytes: each distinct expert that is hit once (codes, scales, biases), x once, out once.
+        requested_bytes: the same with an expert's bytes counted for every (token, slot) that wants it: what warp
+            decode asks the memory system for.
+    """
+
+    unique_bytes: int
+    requested_bytes: int
+
+
+def count_traffic(experts: Experts, topk_idx: torch.Tensor) -> Traffic:
+    """Traffic of one layer for `topk_idx` [num_tokens, topk]; slots below 0 move nothing."""
+    used = topk_idx[topk_idx >= 0]
+    ends = 2 * topk_idx.shape[0] * experts.hidden * torch.bfloat16.itemsize
+    return Traffic(
+        unique_bytes=int(used.unique().numel()) * experts.bytes_per_expert + ends,
+        requested_bytes=int(used.numel()) * experts.bytes_per_expert + ends,
+    )

@@ -1,0 +1,215 @@
+"""Bench of one MoE layer: any shape, format, batch and path, as checked records."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from warpring.bench.inputs import Routing, Traffic, count_traffic, make_routing, random_experts
+from warpring.bench.read_peak import read_peak_gbs
+from warpring.bench.records import Record, record
+from warpring.bench.shapes import LayerShape
+from warpring.bench.timing import Call, Measured, cache_bytes, measure
+from warpring.classical import prepare
+from warpring.decode import moe_decode
+from warpring.errors import ArgumentError, WarpringError
+from warpring.experts import Experts
+from warpring.formats import get_format
+from warpring.reference import moe_exact
+
+#: A replay touches at least this many times the cache, so that no layer finds its weights there.
+CACHE_MULTIPLE = 3
+#: (least, most) layers of a replay. A CPU has no launch gaps to average over and is slow enough without.
+LAYERS = {"cuda": (16, 256), "cpu": (2, 4)}
+#: Share of free memory that weights may take; the rest is for packed copies, graphs and the reference.
+MEMORY_SHARE = 0.7
+#: A timed path whose output has a lower cosine with the exact one is broken, and its time means nothing.
+LEAST_COSINE = 0.99
+
+
+@dataclass(frozen=True)
+class LayerBench:
+    """What to bench.
+
+    Attributes:
+        shape: the layer.
+        format: number format of the weights.
+        routing: "uniform", "zipf" or "recorded" (which needs `load`, see `make_routing`).
+        device: where.
+        repeats: replays that count.
+        seed: of weights, inputs and routings.
+        load: relative load of each expert for routing "recorded".
+    """
+
+    shape: LayerShape
+    format: str
+    routing: str = "uniform"
+    device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    repeats: int = 30
+    seed: int = 0
+    load: Sequence[float] | None = None
+
+    def run(
+        self,
+        batches: Sequence[int],
+        paths: Sequence[str],
+        *,
+        on_stage: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[list[Record]]:
+        """Measure; yields the records of one batch (one a path, timed in turns) as soon as it is done.
+
+        Args:
+            batches: token counts, each at least 1.
+            paths: values of `moe_decode`'s `path`.
+            on_stage: is told in words what goes on now.
+
+        Raises:
+            ArgumentError: bad batches, or weights that memory cannot hold.
+            UnsupportedError: a path that does not run here.
+            WarpringError: a path whose output is wrong.
+        """
+        if not batches or min(batches) < 1 or not paths:
+            raise ArgumentError(
+                f"LayerBench.run: needs batches of at least 1 token and at least one path; got {list(batches)} "
+                f"and {list(paths)}."
+            )
+        on_stage("read peak")
+        peak_gbs = read_peak_gbs(self.device)
+        sets: list[Experts] = []
+        for num_tokens in batches:
+            layers = self._layers(num_tokens)
+            on_stage(f"weights of {len(layers)} layers")
+            self._grow(sets, len(layers), paths)
+            on_stage(f"B={num_tokens}")
+            yield self._measure(num_tokens, layers, sets, paths, peak_gbs)
+
+    def _layers(self, num_tokens: int) -> list[Routing]:
+        """A routing of its own for every layer of a replay, as many as make the replay outgrow the cache."""
+        least, most = LAYERS[self.device.type]
+        routings = [
+            make_routing(self.shape, num_tokens, self.routing, seed=self.seed * most + layer, load=self.load)
+            for layer in range(most)
+        ]
+        expert_bytes = self._estimated_bytes() / self.shape.num_experts
+        touched, count = 0.0, 0
+        while count < most and (count < least or touched < CACHE_MULTIPLE * cache_bytes(self.device)):
+            touched += routings[count].topk_idx.unique().numel() * expert_bytes
+            count += 1
+        return [routing.to(self.device) for routing in routings[:count]]
+
+    def _estimated_bytes(self) -> float:
+        """Bytes of one layer's codes."""
+        shape = self.shape
+        weights = 3 * shape.num_experts * shape.hidden * shape.intermediate
+        return weights * get_format(self.format).bits_per_weight / 8
+
+    def _grow(self, sets: list[Experts], wanted: int, paths: Sequence[str]) -> None:
+        """Add weight sets until there are `wanted`, or memory holds no more; each has served every path once."""
+        while len(sets) < wanted:
+            before = free_bytes(self.device)
+            if not sets and self._estimated_bytes() > MEMORY_SHARE * before:
+                raise ArgumentError(
+                    f"LayerBench.run: a layer {self.shape.size} in {self.format} needs "
+                    f"{self._estimated_bytes() / 1e9:.1f} GB, and {self.device} has {before / 1e9:.1f} GB free. "
+                    "Take a narrower format or fewer experts."
+                )
+            experts = random_experts(self.shape, self.format, self.device, seed=self.seed + len(sets))
+            if "classical" in paths:
+                prepare(experts)
+            x = torch.zeros(1, self.shape.hidden, dtype=torch.bfloat16, device=self.device)
+            routing = make_routing(self.shape, 1, seed=self.seed).to(self.device)
+            for path in paths:
+                moe_decode(x, experts, routing.topk_idx, routing.topk_weights, path=path)
+            sets.append(experts)
+            after = free_bytes(self.device)
+            if after - max(before - after, experts.nbytes) < (1 - MEMORY_SHARE) * (after + experts.nbytes):
+                return
+
+    def _measure(
+        self, num_tokens: int, layers: list[Routing], sets: list[Experts], paths: Sequence[str], peak_gbs: float
+    ) -> list[Record]:
+        generator = torch.Generator().manual_seed(self.seed)
+        size = (len(layers), num_tokens, self.shape.hidden)
+        x = torch.randn(size, generator=generator).to(self.device, torch.bfloat16)
+        out = torch.empty_like(x)
+        chosen = [sets[i % len(sets)] for i in range(len(layers))]
+        variants: dict[str, list[Call]] = {
+            path: [
+                partial(moe_decode, x[i], chosen[i], r.topk_idx, r.topk_weights, out=out[i], path=path)
+                for i, r in enumerate(layers)
+            ]
+            for path in paths
+        }
+        self._check(variants, x, out, chosen, layers)
+        measured = measure(variants, self.device, self.repeats)
+        traffic = [count_traffic(experts, r.topk_idx) for experts, r in zip(chosen, layers, strict=True)]
+        note = f"{len(layers)} layers a replay, {min(len(sets), len(layers))} weight sets"
+        if sum(t.unique_bytes for t in traffic) < CACHE_MULTIPLE * cache_bytes(self.device):
+            note += "; all of them fit in the cache"
+        return [self._record(path, num_tokens, measured[path], traffic, peak_gbs, note) for path in paths]
+
+    def _check(
+        self,
+        variants: dict[str, list[Call]],
+        x: torch.Tensor,
+        out: torch.Tensor,
+        chosen: list[Experts],
+        layers: list[Routing],
+    ) -> None:
+        exact = moe_exact(x[0], chosen[0], layers[0].topk_idx, layers[0].topk_weights, torch.float32)
+        for path, calls in variants.items():
+            out.fill_(math.nan)
+            calls[0]()
+            cosine = torch.nn.functional.cosine_similarity(exact, out[0].float(), dim=1).min().item()
+            if not cosine > LEAST_COSINE:
+                raise WarpringError(
+                    f"LayerBench.run: path {path!r} gives a wrong result for {self.shape.size} {self.format}, "
+                    f"B={x.shape[1]} (cosine {cosine:.4f} with the exact one); it was not timed. Please report this."
+                )
+
+    def _record(
+        self, path: str, num_tokens: int, measured: Measured, traffic: list[Traffic], peak_gbs: float, note: str
+    ) -> Record:
+        unique = statistics.fmean(t.unique_bytes for t in traffic)
+        fields = asdict(measured.timing)
+        if measured.launches is not None:
+            fields["launches"] = measured.launches
+        if path == "classical" and self.format != "bf16":
+            note += "; reads a BF16 copy of the weights"
+        if path in ("warp", "reference"):
+            fields["requested_bytes"] = round(statistics.fmean(t.requested_bytes for t in traffic))
+        return record(
+            "decode",
+            device=self.device,
+            model=self.shape.name,
+            format=self.format,
+            path=path,
+            num_tokens=num_tokens,
+            topk=self.shape.topk,
+            routing=self.routing,
+            seed=self.seed,
+            unique_bytes=round(unique),
+            read_peak_gbs=round(peak_gbs, 1),
+            fraction_of_peak=round(unique / measured.timing.p50_us / 1e3 / peak_gbs, 4),
+            note=note,
+            **fields,
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that `device` can still give; all of the host's where the system does not tell what is available."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,100 @@
+"""The `warpring` command: one file a subcommand, each with `add_parser(subparsers)` and a `run(args) -> int`.
+
+What a user can get wrong ends in one line on stderr and exit code 2; `--traceback` shows where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from warpring.errors import ArgumentError, WarpringError
+
+#: Modules of this package that register a subcommand, in the order in which help lists them.
+COMMANDS = ("generate", "verify", "bench", "quantize", "doctor", "precompile")
+
+_DESCRIPTION = "Mixture-of-experts decode at the speed of memory."
+
+_EXAMPLES = """\
+run a model
+  warpring generate examples/tiny-qwen3-moe --prompt "def main("
+  warpring quantize examples/tiny-qwen3-moe tiny-mxfp8 --format mxfp8
+
+check and measure
+  warpring doctor                              what runs on this machine, and why not
+  warpring verify                              accuracy of every path against FP32 and FP64
+  warpring bench --model qwen3-30b-a3b --format mxfp8 --batches 1,2,4,8
+
+ahead of time
+  warpring precompile --model qwen3-30b-a3b --format mxfp8 --arch sm_90a
+
+warpring COMMAND --help explains one command.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises instead of printing its usage: the caller prints one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message}. Try '{self.prog} --help'.")
+
+
+def build_parser() -> Parser:
+    """The parser of all commands."""
+    parser = Parser(
+        prog="warpring",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"warpring {_version()}")
+    parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"warpring.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (without the program's name; None reads sys.argv).
+
+    Returns:
+        Exit code: 0, what the command gives, 2 for a bad input or a missing file, 130 when interrupted.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    show_traceback = "--traceback" in argv
+    try:
+        args = build_parser().parse_args([arg for arg in argv if arg != "--traceback"])
+        return args.run(args)
+    except SystemExit as stop:  # --help and --version
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        print("warpring: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (`| head`). Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (WarpringError, OSError) as error:
+        if show_traceback:
+            raise
+        print(f"warpring: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("warpring")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
