@@ -183,6 +183,8 @@ def create_venv(keep_torch: bool) -> None:
         # packages of the Python below it. Last on the path, so that what pip puts into .venv wins.
         folders = [path for path in sys.path if path.endswith("-packages")]
         paths += [f"import site; site.addsitedir({path!r})" for path in folders]
+        # Python < 3.12 gives a new environment an old setuptools, which would hide the kept one.
+        subprocess.run([str(VENV_PYTHON), "-m", "pip", "uninstall", "--yes", "setuptools"], capture_output=True)
     site_packages = next(VENV.glob("lib/python*/site-packages"))
     (site_packages / "warpring-checkout.pth").write_text("\n".join(paths) + "\n")
     command = VENV / "bin" / "warpring"
@@ -291,9 +293,10 @@ def pip_install(label: str, arguments: list[str]) -> bool:
 
 
 def where_log() -> str:
-    """The log's place and its last words."""
-    errors = [line for line in LOG.read_text().splitlines() if line.startswith("ERROR")]
-    return "\n".join([f"the whole output is in {LOG}", *errors[-4:]])
+    """The log's place, and what the last pip complained of."""
+    last = LOG.read_text().rpartition("\n$ ")[2]
+    errors = [line for line in last.splitlines() if line.startswith("ERROR")]
+    return "\n".join([f"the whole output is in {LOG}", *errors])
 
 
 def say(text: str) -> None:
