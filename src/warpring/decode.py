@@ -1,0 +1,254 @@
+"""`moe_decode`: check the arguments, choose the path, run it; and the same as a torch custom op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from warpring.activation import Activation
+from warpring.classical import moe_classical
+from warpring.errors import ArgumentError, UnsupportedError
+from warpring.experts import Experts
+from warpring.formats import QuantizedTensor
+from warpring.kernels import warp
+from warpring.policy import choose_path
+from warpring.reference import moe_reference
+
+PATHS = ("auto", "warp", "classical", "reference")
+MAX_TOPK = warp.MAX_TOPK
+
+
+def moe_decode(
+    x: torch.Tensor,
+    experts: Experts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    path: str = "auto",
+    validate: bool = False,
+) -> torch.Tensor:
+    """Run one MoE layer's experts on a decode batch.
+
+    y[t] = sum_k topk_weights[t, k] * (w2[e] @ act(w13[e] @ x[t] + w13_bias[e]) + w2_bias[e]),  e = topk_idx[t, k]
+
+    Args:
+        x: [num_tokens, hidden] bf16. Strided rows are read in place where they are 16-byte aligned and dense; any other
+            layout is copied first.
+        experts: the layer's weights, in any format.
+        topk_idx: [num_tokens, topk] int32 or int64, topk <= 32; -1 = unused slot, its weight is ignored (may be NaN).
+            An expert named twice by one token counts twice. Ids that name no expert are an error where they can be
+            seen without waiting for the GPU (CPU tensors) or with `validate=True`, and are skipped on the device.
+        topk_weights: [num_tokens, topk], already normalised and scaled; fp32, or another float type that is converted.
+        out: optional [num_tokens, hidden] bf16 with dense rows, overwritten; must not overlap x. With it, fp32 weights
+            and aligned inputs, nothing is allocated (after the first call on a stream).
+        path: "auto" picks by batch and device (see policy.py); "warp", "classical" or "reference" force one.
+        validate: check the ids of CUDA tensors too; waits for the GPU.
+
+    Returns:
+        out, or a new [num_tokens, hidden] bf16 tensor. BF16 activations, FP32 sums in a fixed order: a token's bits
+        do not depend on the rest of the batch, and are equal run to run.
+
+    Asynchronous on the current stream; can be captured in a CUDA graph once compiled (see `precompile`).
+    There is no backward.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or range rule, named with its remedy.
+        UnsupportedError: this device has no such path, or a gradient was asked for.
+    """
+    if torch.compiler.is_compiling():
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        torch.ops.warpring.moe_decode(x, topk_idx, topk_weights, out, *_flatten(experts), path, validate)
+        return out
+    run = _check(x, experts, topk_idx, topk_weights, out, path)
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        raise UnsupportedError(
+            "moe_decode: there is no backward, and x or topk_weights requires a gradient. Call it under "
+            "torch.no_grad() or torch.inference_mode(), or train with the model's own experts."
+        )
+    if out is None:
+        out = torch.empty(x.shape[0], experts.hidden, dtype=torch.bfloat16, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    if validate or x.device.type == "cpu":
+        _check_ids(topk_idx, experts.num_experts)
+    x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()
+    topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
+    topk_weights = topk_weights.float()
+    topk_weights = topk_weights if topk_weights.stride(1) == 1 else topk_weights.contiguous()
+    run(x, experts, topk_idx, topk_weights, out)
+    return out
+
+
+def precompile(
+    experts: Experts, *, topk: int, index_dtype: torch.dtype = torch.int64, device: torch.device | str | None = None
+) -> None:
+    """Compile and load the kernels of these experts, so that the first call can be captured or timed.
+
+    Args:
+        experts: the layer's experts; one call serves every layer of the same shape and format.
+        topk: slots a token.
+        index_dtype: dtype that topk_idx will have, int32 or int64.
+        device: a CUDA device; the experts' own by default. Does nothing on a CPU.
+
+    Raises:
+        CompileError, UnsupportedError: see `warpring.runtime.jit.compile_kernel`.
+    """
+    _check_topk(topk)
+    target = torch.device(device) if device is not None else experts.device
+    if target.type == "cuda":
+        warp.precompile(experts, topk, index_dtype, target)
+
+
+_Run = Callable[[torch.Tensor, Experts, torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
+def _check(
+    x: torch.Tensor,
+    experts: Experts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor | None,
+    path: str,
+) -> _Run:
+    """Raise on the first broken rule; else the function of the path."""
+    if x.dim() != 2 or x.shape[1] != experts.hidden:
+        raise ArgumentError(
+            f"moe_decode: x must be [num_tokens, hidden={experts.hidden}]; got {list(x.shape)}. "
+            "Flatten batch and sequence into num_tokens."
+        )
+    if x.dtype != torch.bfloat16:
+        raise ArgumentError(f"moe_decode: x must be bfloat16; got {x.dtype}. Convert it with x.bfloat16().")
+    num_tokens = x.shape[0]
+    if topk_idx.dim() != 2 or topk_idx.shape[0] != num_tokens or topk_idx.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(
+            f"moe_decode: topk_idx must be int32 or int64 [num_tokens={num_tokens}, topk]; got {topk_idx.dtype} "
+            f"{list(topk_idx.shape)}."
+        )
+    _check_topk(topk_idx.shape[1])
+    if topk_weights.shape != topk_idx.shape or not topk_weights.dtype.is_floating_point:
+        raise ArgumentError(
+            f"moe_decode: topk_weights must be floating point of topk_idx's shape {list(topk_idx.shape)}; got "
+            f"{topk_weights.dtype} {list(topk_weights.shape)}."
+        )
+    if out is not None and (out.dtype != torch.bfloat16 or out.shape != x.shape or out.stride(1) != 1):
+        raise ArgumentError(
+            f"moe_decode: out must be bfloat16 {list(x.shape)} with dense rows; got {out.dtype} {list(out.shape)}, "
+            f"strides {out.stride()}."
+        )
+    tensors = {"topk_idx": topk_idx, "topk_weights": topk_weights, "experts": experts.w13.data}
+    if out is not None:
+        tensors["out"] = out
+    for name, tensor in tensors.items():
+        if tensor.device != x.device:
+            raise ArgumentError(
+                f"moe_decode: all tensors must lie on one device; got x on {x.device} and {name} on {tensor.device}. "
+                f"Move {name} with .to({str(x.device)!r})."
+            )
+    if out is not None and num_tokens and _overlap(x, out):
+        raise ArgumentError(
+            "moe_decode: out must not overlap x, since x is read while out is written. Pass another tensor, or none."
+        )
+    if path == "auto":
+        path = choose_path(experts, num_tokens)
+    if path not in _RUN:
+        raise ArgumentError(f"moe_decode: path must be one of {', '.join(PATHS)}; got {path!r}.")
+    if path == "warp" and x.device.type != "cuda":
+        raise UnsupportedError(
+            f"moe_decode: path 'warp' needs CUDA tensors; got {x.device}. Use 'auto' or 'reference' on a CPU."
+        )
+    return _RUN[path]
+
+
+def _check_topk(topk: int) -> None:
+    if not 1 <= topk <= MAX_TOPK:
+        raise ArgumentError(f"moe_decode: topk must be 1 to {MAX_TOPK}; got {topk}. Split the slots over two calls.")
+
+
+def _check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+    bad = (topk_idx < -1) | (topk_idx >= num_experts)
+    if bool(bad.any()):
+        token, slot = bad.nonzero()[0].tolist()
+        raise ArgumentError(
+            f"moe_decode: topk_idx must be -1 (unused) or in [0, {num_experts}); got {int(topk_idx[token, slot])} at "
+            f"token {token}, slot {slot} ({int(bad.sum())} such ids). Map ids of other ranks to -1."
+        )
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory ranges of two row-major tensors meet."""
+
+    def span(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return a0 < b1 and b0 < a1
+
+
+_RUN: dict[str, _Run] = {"warp": warp.moe_warp, "classical": moe_classical, "reference": moe_reference}
+
+
+# The custom op: torch.compile sees one node with the weights as inputs. It takes the experts' tensors one by one, as
+# operator schemas know no dataclasses.
+def _flatten(experts: Experts) -> tuple[object, ...]:
+    w13, w2, act = experts.w13, experts.w2, experts.activation
+    return (
+        w13.data,
+        w13.scale,
+        w13.global_scale,
+        w2.data,
+        w2.scale,
+        w2.global_scale,
+        experts.w13_bias,
+        experts.w2_bias,
+        experts.format,
+        list(w13.shape),
+        act.gate_fn,
+        act.alpha,
+        act.limit,
+        act.up_offset,
+    )
+
+
+@torch.library.custom_op("warpring::moe_decode", mutates_args=("out",))
+def _moe_decode_op(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    w13_data: torch.Tensor,
+    w13_scale: torch.Tensor | None,
+    w13_global: torch.Tensor | None,
+    w2_data: torch.Tensor,
+    w2_scale: torch.Tensor | None,
+    w2_global: torch.Tensor | None,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    format: str,
+    w13_shape: list[int],
+    gate_fn: str,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+    path: str,
+    validate: bool,
+) -> None:
+    num_experts, _, intermediate, hidden = w13_shape
+    experts = Experts(
+        QuantizedTensor(format, tuple(w13_shape), w13_data, w13_scale, w13_global),
+        QuantizedTensor(format, (num_experts, hidden, intermediate), w2_data, w2_scale, w2_global),
+        Activation(gate_fn, alpha, limit, up_offset),  # pyright: ignore[reportArgumentType]
+        w13_bias,
+        w2_bias,
+    )
+    moe_decode(x, experts, topk_idx, topk_weights, out=out, path=path, validate=validate)
+
+
+@_moe_decode_op.register_fake
+def _moe_decode_fake(x: torch.Tensor, *args: object) -> None:
+    """Nothing to infer: the op only writes `out`."""

@@ -1,0 +1,81 @@
+// ptx.cuh   The only inline assembly of the kernels: what an instruction does, and what it does not order.
+#pragma once
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using int32_t = int;
+using int64_t = long long;
+
+// 16-byte weight load: read-only path, not kept in L1 (a warp reads a weight once).
+// It stays in L2 at normal priority: other tokens of the batch may want the same row a moment later.
+__device__ __forceinline__ uint4 ld_weights(const void* gmem) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(gmem));
+    return v;
+}
+
+// Scale loads through the read-only path; volatile so that they are issued where they are written,
+// with the weights, and not sunk behind the dependency wait.
+__device__ __forceinline__ uint32_t ld_scale_u8(const void* gmem) {
+    uint32_t v;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(gmem));
+    return v;
+}
+__device__ __forceinline__ uint32_t ld_scale_u16(const void* gmem) {
+    uint16_t v;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(gmem));
+    return v;
+}
+__device__ __forceinline__ float ld_scale_f32(const void* gmem) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(gmem));
+    return v;
+}
+
+// 16 bytes of activations: an ordinary coherent load, since the previous kernel may have written them.
+// The memory clobber keeps it behind pdl_wait(), which carries one too.
+__device__ __forceinline__ uint4 ld_activations(const void* gmem) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(gmem)
+                 : "memory");
+    return v;
+}
+
+// Programmatic dependent launch. pdl_wait() returns once every kernel before this one in the stream has completed
+// and its writes are visible; without the launch attribute it returns at once, the stream's order being enough.
+__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Lets the next kernel of the stream start once every CTA of this one has come here or exited.
+// It publishes nothing: what this kernel writes is visible only behind the next kernel's pdl_wait().
+__device__ __forceinline__ void pdl_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Two E4M3 codes (low 16 bits) to two FP16 values, exact (FP16 holds every E4M3 value; NaN stays NaN).
+__device__ __forceinline__ uint32_t cvt_e4m3x2_f16x2(uint32_t codes) {
+    uint32_t halves;
+    asm("{ .reg .b16 t; cvt.u16.u32 t, %1; cvt.rn.f16x2.e4m3x2 %0, t; }" : "=r"(halves) : "r"(codes));
+    return halves;
+}
+
+__device__ __forceinline__ float cvt_f16_f32_low(uint32_t halves) {
+    float v;
+    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.f32.f16 %0, lo; }" : "=f"(v) : "r"(halves));
+    return v;
+}
+__device__ __forceinline__ float cvt_f16_f32_high(uint32_t halves) {
+    float v;
+    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.f32.f16 %0, hi; }" : "=f"(v) : "r"(halves));
+    return v;
+}
+
+// FP32 to BF16, round to nearest even, NaN stays NaN.
+__device__ __forceinline__ uint16_t cvt_f32_bf16(float v) {
+    uint16_t bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    return bits;
+}

@@ -1,0 +1,41 @@
+// warp_common.cuh   What both warp-decode kernels share: the CTA shape, the butterfly, activation chunks, expert ids.
+//
+// Compile-time parameters (macros set by kernels/warp.py, one cubin each):
+//   WARPRING_FORMAT        a policy of formats.cuh
+//   WARPRING_HIDDEN, WARPRING_INTERMEDIATE, WARPRING_TOPK
+//   WARPRING_INDEX         int32_t or int64_t, the type of topk_idx
+#pragma once
+#include "formats.cuh"
+
+constexpr int kWarps = 8;  // warps of a CTA (W3)
+constexpr int kLanes = 32;
+constexpr int kHidden = WARPRING_HIDDEN;
+constexpr int kIntermediate = WARPRING_INTERMEDIATE;
+constexpr int kTopk = WARPRING_TOPK;
+using Format = WARPRING_FORMAT;
+using Index = WARPRING_INDEX;
+
+static_assert(kHidden % 32 == 0 && kIntermediate % 32 == 0, "rows are whole 16-byte chunks in every format");
+static_assert(kTopk >= 1 && kTopk <= kLanes, "a lane holds one routed expert");
+
+constexpr int kXPieces = Format::kWeightsPerChunk / 8;  // 16-byte pieces of BF16 activations that face one chunk
+
+__device__ __forceinline__ constexpr int64_t row_bytes(int cols) { return int64_t(cols) * Format::kCodeBits / 8; }
+
+// Sum over the warp; every lane gets it. The order is fixed, so the bits are (W5).
+__device__ __forceinline__ float butterfly_sum(float v) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask >>= 1) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    return v;
+}
+
+__device__ __forceinline__ void load_x(uint4 (&x)[kXPieces], const uint16_t* gmem_row, int chunk) {
+    const uint16_t* p = gmem_row + chunk * Format::kWeightsPerChunk;
+#pragma unroll
+    for (int i = 0; i < kXPieces; ++i) x[i] = ld_activations(p + 8 * i);
+}
+
+// An id outside [0, num_experts) names no expert: -1 is an unused slot, anything else is skipped all the same.
+__device__ __forceinline__ bool is_expert(int64_t id, int num_experts) {
+    return uint64_t(id) < uint64_t(num_experts);
+}

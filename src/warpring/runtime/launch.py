@@ -1,0 +1,80 @@
+"""Cubin -> running kernel: load once a process, launch on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from warpring.errors import CompileError, WarpringError
+from warpring.runtime.device import arch_of
+from warpring.runtime.jit import KernelSpec, compile_kernel
+
+_loaded: dict[tuple[KernelSpec, int], Any] = {}
+
+
+def load(spec: KernelSpec, device_index: int) -> Any:
+    """The kernel, compiled and loaded for that GPU; at most once a process.
+
+    Loading is refused while the stream captures a graph, since it may synchronise and so break the capture.
+    """
+    kernel = _loaded.get((spec, device_index))
+    if kernel is not None:
+        return kernel
+    if torch.cuda.is_current_stream_capturing():
+        raise WarpringError(
+            f"kernel {spec.entry} is not loaded yet and cannot be loaded while a CUDA graph is captured. Call "
+            "warpring.precompile(experts, topk=...) or run the layer once before the capture."
+        )
+    cubin = compile_kernel(spec, arch_of(device_index))
+    from cuda.core import Device, ObjectCode
+
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream()  # torch's primary context, the one the kernel will run in
+        Device(device_index).set_current()
+        kernel = ObjectCode.from_cubin(cubin.code, name=spec.entry).get_kernel(spec.entry)
+        # Reading an attribute makes the driver load the code now rather than at the first launch.
+        local_bytes = kernel.attributes.local_size_bytes
+        if local_bytes:
+            raise CompileError(
+                f"{spec.entry}: the loaded kernel uses {local_bytes} bytes of local memory a thread; it must not spill."
+            )
+    _loaded[spec, device_index] = kernel
+    return kernel
+
+
+@lru_cache(maxsize=256)
+def _stream(handle: int) -> Any:
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+@lru_cache(maxsize=4096)
+def _config(grid: tuple[int, int, int], block: int) -> Any:
+    from cuda.core import LaunchConfig
+
+    # Programmatic dependent launch: the kernel may start before its predecessor ends, and waits for it itself.
+    return LaunchConfig(grid=grid, block=(block, 1, 1), programmatic_stream_serialization=True)
+
+
+@cache
+def _launch_function() -> Any:
+    from cuda.core import launch
+
+    return launch
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], block: int, args: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
+    """Launch with programmatic dependent launch. `args` are ctypes scalars, or ints for pointers and 64-bit sizes."""
+    _launch_function()(_stream(stream.cuda_stream), _config(grid, block), kernel, *args)
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+int32 = ctypes.c_int32
+float32 = ctypes.c_float
