@@ -181,7 +181,9 @@ def train(model: Qwen3MoeForCausalLM, tokens: torch.Tensor, validation: torch.Te
     while progress < 1:
         starts = torch.randint(len(tokens) - SEQUENCE, (args.batch, 1), device=tokens.device, generator=generator)
         cross_entropy, balance = losses(model, tokens[starts + span])
-        (cross_entropy + args.aux * balance).backward()
+        # Strong at first, or a few experts take everything and the rest never learn; weak at the end, so that the
+        # loads become as uneven as the text makes them.
+        (cross_entropy + args.aux * (1 - 0.9 * progress) * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * rate(progress)
@@ -263,7 +265,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train this many steps instead of --epochs")
     parser.add_argument("--batch", type=int, default=32, help=f"sequences of {SEQUENCE} tokens a step (default 32)")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 2e-3)")
-    parser.add_argument("--aux", type=float, default=1e-2, help="weight of the load-balancing loss (default 1e-2)")
+    parser.add_argument(
+        "--aux", type=float, default=3e-2, help="first weight of the load-balancing loss (default 3e-2)"
+    )
     parser.add_argument("--dropout", type=float, default=0.1, help="dropout on the residual branches (default 0.1)")
     parser.add_argument("--eval-tokens", type=int, help="validate and measure on this many tokens (default: all)")
     parser.add_argument("--seed", type=int, default=0)
