@@ -1,0 +1,139 @@
+"""Give a loaded model to warpring with settings of one's own, and ask what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from warpring.decode import PATHS, precompile
+from warpring.errors import ArgumentError, UnsupportedError, WarpringError
+from warpring.experts import Experts
+from warpring.formats import get_format
+from warpring.integrations.transformers.layout import check_module
+from warpring.integrations.transformers.state import (
+    IMPLEMENTATION,
+    PathStats,
+    State,
+    find_state,
+    is_freed,
+    set_state,
+)
+
+
+def install(
+    model: PreTrainedModel, format: str | None = None, path: str = "auto", free: bool = False
+) -> dict[str, Experts]:
+    """Run the routed experts of a loaded model with warpring, packing all their weights now.
+
+    `from_pretrained(..., experts_implementation="warpring")` and `model.set_experts_implementation("warpring")` do
+    the same with the default settings, packing each layer at its first call. Installing again replaces the settings,
+    the packed weights and the counters; compiled graphs of the model must be compiled again.
+
+    Args:
+        model: any transformers model whose experts go through `ExpertsInterface` or `FP8ExpertsInterface`.
+        format: a name of `warpring.formats.FORMATS`, to which weights are quantised; None keeps them as stored
+            ("bf16", "fp8_block" or "mxfp4").
+        path: "auto" serves each call by `warpring.policy`; the others force one path of `moe_decode`.
+        free: give the memory of the model's own expert weights back, layer by layer. From then on the model cannot
+            be saved, trained, copied or switched to another implementation.
+
+    Returns:
+        The packed experts by module name.
+
+    Raises:
+        ArgumentError: an unknown format or path.
+        UnsupportedError: the model has no experts that transformers dispatches, or a layer that warpring cannot
+            serve. Every layer is checked before the first one changes.
+    """
+    if format is not None:
+        get_format(format)
+    if path not in PATHS:
+        raise ArgumentError(f"install: path must be one of {', '.join(PATHS)}; got {path!r}.")
+    modules = _experts_modules(model)
+    if not modules:
+        raise UnsupportedError(
+            f"install: {type(model).__name__} has no experts that transformers dispatches by experts_implementation. "
+            "Load an MXFP4 gpt-oss checkpoint with quantization_config=Mxfp4Config(dequantize=True)."
+        )
+    for name, module in modules.items():
+        with _naming(name):
+            check_module(module)
+    model.set_experts_implementation(IMPLEMENTATION)  # pyright: ignore[reportUnknownMemberType]
+    packed: dict[str, Experts] = {}
+    for name, module in modules.items():
+        with _naming(name):
+            packed[name] = _install_module(module, format, path, free)
+    return packed
+
+
+def stats(model: torch.nn.Module) -> dict[str, PathStats]:
+    """Calls of the model's experts by the path that served them, all layers together.
+
+    The paths are those of `moe_decode`, and "grouped_mm" for calls that went to transformers' own implementation.
+    Replays of a CUDA graph run no Python and are not counted.
+    """
+    total: dict[str, PathStats] = {}
+    for state in _states(model):
+        for path, calls in state.stats.items():
+            total.setdefault(path, PathStats()).merge(calls)
+    return total
+
+
+def reset_stats(model: torch.nn.Module) -> None:
+    """Start counting anew."""
+    for state in _states(model):
+        state.stats.clear()
+
+
+def _install_module(module: torch.nn.Module, format: str | None, path: str, free: bool) -> Experts:
+    state = set_state(module, format, path)
+    device = next(module.parameters()).device
+    experts = state.experts(device)
+    topk = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    if device.type == "cuda" and path in ("auto", "warp") and isinstance(topk, int):
+        precompile(experts, topk=topk)
+    if free:
+        state.free()
+        module.register_state_dict_pre_hook(_refuse_saving)  # pyright: ignore[reportUnknownMemberType]
+        module.register_forward_pre_hook(_refuse_other_implementation)
+    return experts
+
+
+def _refuse_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    if is_freed(module):
+        raise UnsupportedError(
+            f"{prefix.rstrip('.') or type(module).__name__}: its expert weights were freed by install(free=True), so "
+            "the model cannot be saved or copied. Reload it, and install it with free=False."
+        )
+
+
+def _refuse_other_implementation(module: torch.nn.Module, args: object) -> None:
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if is_freed(module) and implementation != IMPLEMENTATION:
+        raise UnsupportedError(
+            f"{type(module).__name__}: experts_implementation {implementation!r} needs the expert weights that "
+            "install(free=True) freed. Switch back to 'warpring', or reload the model."
+        )
+
+
+def _states(model: torch.nn.Module) -> list[State]:
+    states = (find_state(module) for module in model.modules())
+    return [state for state in states if state is not None]
+
+
+def _experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that `use_experts_implementation` decorated; its flags are their mark."""
+    named: dict[str, torch.nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    return {name: m for name, m in named.items() if hasattr(m, "is_concatenated") and hasattr(m, "_apply_gate")}
+
+
+@contextmanager
+def _naming(name: str) -> Generator[None]:
+    """Errors inside name the module."""
+    try:
+        yield
+    except WarpringError as error:
+        raise type(error)(f"install: {name}: {error}") from error

@@ -1,0 +1,179 @@
+"""What warpring keeps beside one experts module: its settings, its packed weights, its counters."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from warpring.errors import ArgumentError, UnsupportedError
+from warpring.experts import Experts
+from warpring.integrations.transformers.layout import BIAS_NAMES, WEIGHT_NAMES, pack
+
+#: The name that transformers knows us by.
+IMPLEMENTATION = "warpring"
+
+_ATTRIBUTE = "_warpring"
+_numbers = itertools.count()
+_states: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class PathStats:
+    """Calls that one path served.
+
+    Attributes:
+        calls: calls of one layer's experts.
+        tokens: tokens over all calls.
+        min_tokens, max_tokens: smallest and largest call.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    min_tokens: int = 0
+    max_tokens: int = 0
+
+    def merge(self, other: PathStats) -> None:
+        """Add the other's calls to these."""
+        self.min_tokens = min(self.min_tokens, other.min_tokens) if self.calls else other.min_tokens
+        self.max_tokens = max(self.max_tokens, other.max_tokens)
+        self.calls += other.calls
+        self.tokens += other.tokens
+
+
+class State:
+    """Lives in an attribute of its module, so it dies with it; a copy of the module starts without one.
+
+    Attributes:
+        handle: a process-wide name, by which compiled graphs find the state.
+        format, path: see `install`.
+        stats: counters by path.
+    """
+
+    def __init__(self, module: torch.nn.Module, format: str | None, path: str) -> None:
+        self.handle = f"{type(module).__name__}-{next(_numbers)}"
+        self.format = format
+        self.path = path
+        self.stats: dict[str, PathStats] = {}
+        self._module = weakref.ref(module)
+        self._experts: Experts | None = None
+        # The tensors that `_experts` was made from: kept, so that their addresses cannot come back as other weights'.
+        self._sources: tuple[torch.Tensor, ...] = ()
+        self._fingerprint: tuple[tuple[int, int], ...] = ()
+        _states[self.handle] = self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copies and pickles hold None: packed weights belong to one module alone, and are made again."""
+        return type(None), ()
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The experts module that this state belongs to."""
+        module = self._module()
+        if module is None:
+            raise UnsupportedError(f"{self.handle}: the experts module no longer exists. Compile the model again.")
+        return module
+
+    @property
+    def keeps_dense(self) -> bool:
+        """Whether the module's own dense weights are there, with the very values that are packed."""
+        dense = self.module.down_proj
+        return (
+            isinstance(dense, torch.Tensor)
+            and dense.dtype == torch.bfloat16
+            and dense.numel() > 0
+            and self._experts is not None
+            and self._experts.format == "bf16"
+        )
+
+    def experts(self, device: torch.device) -> Experts:
+        """The packed weights on `device`: made at first use, and again whenever the module's weights changed.
+
+        A change is a new storage, a new device, or an in-place operation that autograd's version counter sees.
+        """
+        module = self.module
+        if self._experts is None or (not is_freed(module) and self._fingerprint != _fingerprint(module)):
+            self._pack(module)
+        experts = self._experts
+        if experts is None:
+            raise UnsupportedError(f"{self.handle}: packing gave nothing.")
+        if experts.device != device:
+            if not is_freed(module):
+                raise ArgumentError(
+                    f"{type(module).__name__}: hidden_states must be on the weights' device {experts.device}; "
+                    f"got {device}. Move one of them with .to()."
+                )
+            experts = self._experts = experts.to(device)
+        return experts
+
+    def free(self) -> None:
+        """Replace the module's dense weights by empty ones; the packed weights stay."""
+        module = self.module
+        for name in WEIGHT_NAMES:
+            weight = getattr(module, name, None)
+            if isinstance(weight, torch.Tensor):
+                weight.data = weight.data.new_empty(0)
+        self._sources = ()
+
+    def record(self, path: str, num_tokens: int) -> None:
+        """Count one call."""
+        self.stats.setdefault(path, PathStats()).merge(PathStats(1, num_tokens, num_tokens, num_tokens))
+
+    def _pack(self, module: torch.nn.Module) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{type(module).__name__}: weights cannot be packed while a CUDA graph is captured. "
+                "Call warpring.integrations.transformers.install(model) before the capture."
+            )
+        # The old weights go first: there may be no room for both.
+        self._experts, self._sources = None, ()
+        with torch.no_grad():
+            self._experts = pack(module, self.format)
+        self._sources = tuple(tensor.detach() for tensor in _weights(module))
+        self._fingerprint = _fingerprint(module)
+
+
+def state_of(module: torch.nn.Module) -> State:
+    """The module's state; made with default settings (weights as stored, path "auto") if it has none."""
+    state = find_state(module)
+    if state is None:
+        state = set_state(module, None, "auto")
+    return state
+
+
+def find_state(module: torch.nn.Module) -> State | None:
+    """The module's state, or None."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def set_state(module: torch.nn.Module, format: str | None, path: str) -> State:
+    """Give the module a new state in place of any it has."""
+    state = State(module, format, path)
+    setattr(module, _ATTRIBUTE, state)
+    return state
+
+
+def state_by_handle(handle: str) -> State:
+    """The state of that handle."""
+    state = _states.get(handle)
+    if state is None:
+        raise UnsupportedError(f"{handle}: the experts were installed anew or deleted. Compile the model again.")
+    return state
+
+
+def is_freed(module: torch.nn.Module) -> bool:
+    """Whether the module's dense weights are gone."""
+    weight = getattr(module, "gate_up_proj", None)
+    return isinstance(weight, torch.Tensor) and weight.numel() == 0
+
+
+def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
+    tensors = [getattr(module, name, None) for name in (*WEIGHT_NAMES, *BIAS_NAMES)]
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def _fingerprint(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
+    # Inference tensors have no version; they cannot change outside inference mode.
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in _weights(module))
