@@ -20,10 +20,8 @@ from warpring.formats.e2m1 import pack, unpack
 #: FP32's smallest normal number. No quantiser writes a smaller scale: kernels may flush subnormals to zero.
 MIN_SCALE = 2.0**-126
 
-# Elements a chunk may have (64 MiB of each FP32 temporary), unless one matrix alone has more.
-_CHUNK_ELEMENTS = 1 << 24
-
-Parts = tuple[torch.Tensor, ...]
+# Elements of a chunk: FP32 temporaries of 1 MiB stay in cache, and in memory that the allocator has at hand.
+_CHUNK_ELEMENTS = 1 << 18
 
 
 class ScaledFormat(Format):
@@ -43,8 +41,20 @@ class ScaledFormat(Format):
     has_global_scale: bool = False
 
     @abstractmethod
-    def encode(self, blocks: torch.Tensor) -> Parts:
-        """Codes (uint8 bits) of FP32 `blocks`, scale [matrices, block rows, 1, block cols, 1] (, global_scale)."""
+    def encode(self, blocks: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantise FP32 `blocks`.
+
+        Args:
+            blocks: FP32 block tensor.
+            global_scale: FP32 [matrices, 1, 1, 1, 1]; 1 where the format has none.
+
+        Returns:
+            Codes, uint8 bits of the shape of `blocks`; scales, [matrices, block rows, 1, block cols, 1].
+        """
+
+    def global_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        """FP32 [matrices] global scale for each matrix's largest finite magnitude."""
+        return torch.ones_like(amax)
 
     def scale_value(self, scale: torch.Tensor) -> torch.Tensor:
         """The numbers that stored scales stand for, in a dtype that holds them exactly."""
@@ -54,31 +64,34 @@ class ScaledFormat(Format):
         shape = check_weight(self.name, weight)
         flat = weight.reshape(math.prod(shape[:-2]), *shape[-2:])
         stored = self._empty(shape, weight.device)
-        targets = self._flat(stored)
-        for chunk in _chunks(flat.shape):
-            codes, *scales = self.encode(to_blocks(flat[chunk].float(), self._block(shape)))
-            codes = from_blocks(codes, *shape[-2:])
-            codes = pack(codes) if self.packed else codes.view(self.data_dtype)
-            for target, part in zip(targets, (codes, *scales), strict=True):
-                target[chunk] = part.reshape(target[chunk].shape)
+        data, scale, *global_scale = self._flat(stored)
+        multiplier = torch.ones(flat.shape[0], device=weight.device)
+        for target in global_scale:
+            multiplier = target.copy_(self.global_scale(self._matrix_amax(flat)))
+        for matrices, rows, scale_rows in self._chunks(shape):
+            blocks = to_blocks(flat[matrices, rows].float(), self._block(shape))
+            codes, scales = self.encode(blocks, multiplier[matrices, None, None, None, None])
+            codes = from_blocks(codes, *flat[matrices, rows].shape[1:])
+            data[matrices, rows] = pack(codes) if self.packed else codes.view(self.data_dtype)
+            scale[matrices, scale_rows] = scales[:, :, 0, :, 0]
         return stored
 
     def dequantize(self, stored: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         self.check(stored)
         check_dtype(self.name, dtype)
         compute = torch.float64 if dtype == torch.float64 else torch.float32
-        rows, cols = stored.shape[-2:]
-        out = torch.empty(math.prod(stored.shape[:-2]), rows, cols, dtype=dtype, device=stored.device)
-        parts = self._flat(stored)
-        for chunk in _chunks(out.shape):
-            data, scale, *global_scale = (part[chunk] for part in parts)
-            values = unpack(data, cols, compute) if self.packed else data.to(compute)
-            blocks = to_blocks(values, self._block(stored.shape))
-            blocks = blocks * self.scale_value(scale).to(compute)[:, :, None, :, None]
+        shape, cols = stored.shape, stored.shape[-1]
+        out = torch.empty(math.prod(shape[:-2]), *shape[-2:], dtype=dtype, device=stored.device)
+        data, scale, *global_scale = self._flat(stored)
+        for matrices, rows, scale_rows in self._chunks(shape):
+            codes = data[matrices, rows]
+            values = unpack(codes, cols, compute) if self.packed else codes.to(compute)
+            factors = self.scale_value(scale[matrices, scale_rows]).to(compute)
+            blocks = to_blocks(values, self._block(shape)) * factors[:, :, None, :, None]
             for factor in global_scale:
-                blocks = blocks * factor.to(compute)[:, None, None, None, None]
-            out[chunk] = from_blocks(blocks, rows, cols)
-        return out.reshape(stored.shape)
+                blocks *= factor[matrices, None, None, None, None].to(compute)
+            out[matrices, rows] = from_blocks(blocks, codes.shape[1], cols)
+        return out.reshape(shape)
 
     def data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:-1], ceil_div(shape[-1], 2) if self.packed else shape[-1])
@@ -114,18 +127,30 @@ class ScaledFormat(Format):
             global_scale=torch.empty(shape[:-2], device=device) if self.has_global_scale else None,
         )
 
-    def _flat(self, stored: QuantizedTensor) -> Parts:
+    def _flat(self, stored: QuantizedTensor) -> tuple[torch.Tensor, ...]:
         """The stored tensors with the batch dimensions flattened into one."""
         batch = len(stored.shape) - 2
         matrices = math.prod(stored.shape[:-2])
         return tuple(tensor.reshape(matrices, *tensor.shape[batch:]) for tensor in stored.tensors())
 
+    def _chunks(self, shape: tuple[int, ...]) -> Iterator[tuple[slice, slice, slice]]:
+        """(matrices, rows, scale rows) of pieces of about `_CHUNK_ELEMENTS`: several matrices, or rows of one."""
+        matrices, rows, cols = math.prod(shape[:-2]), *shape[-2:]
+        block_rows = self._block(shape)[0]
+        height = min(rows, max(1, _CHUNK_ELEMENTS // (cols * block_rows)) * block_rows)
+        depth = max(1, _CHUNK_ELEMENTS // (rows * cols))
+        for matrix in range(0, matrices, depth):
+            for row in range(0, rows, height):
+                scale_rows = slice(row // block_rows, ceil_div(row + height, block_rows))
+                yield slice(matrix, matrix + depth), slice(row, row + height), scale_rows
 
-def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    matrices, rows, cols = shape
-    step = max(1, _CHUNK_ELEMENTS // (rows * cols))
-    for start in range(0, matrices, step):
-        yield slice(start, start + step)
+    def _matrix_amax(self, flat: torch.Tensor) -> torch.Tensor:
+        """FP32 [matrices]: largest finite magnitude of each of [matrices, rows, cols]."""
+        amax = torch.zeros(flat.shape[0], device=flat.device)
+        for matrices, rows, _ in self._chunks(tuple(flat.shape)):
+            piece = finite_amax(flat[matrices, rows].float(), (1, 2)).flatten()
+            amax[matrices] = torch.maximum(amax[matrices], piece)
+        return amax
 
 
 def to_blocks(tensor: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

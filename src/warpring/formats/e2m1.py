@@ -5,23 +5,20 @@ from __future__ import annotations
 import torch
 
 E2M1_MAX = 6.0
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = (*_MAGNITUDES, *(-m for m in _MAGNITUDES))
-
-# A magnitude's code is the number of these that lie below it. They are the midpoints between neighbours; where a tie
-# goes up to the even code the midpoint itself must count as above, so the FP32 number just below stands for it.
-_THRESHOLDS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     """FP32 to E2M1 codes (uint8, 0 to 15): nearest even, saturating at +-6. NaN must not come in."""
-    return _magnitude_codes(values).to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+    halves, ones, twos = _steps(values.abs())
+    return (halves + ones + twos).to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
 
 
 def squared_error(values: torch.Tensor) -> torch.Tensor:
     """Sum over the last dimension, kept as size 1, of the squared error that E2M1 rounding makes."""
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=values.dtype, device=values.device)
-    error = magnitudes[_magnitude_codes(values)] - values.abs()
+    magnitudes = values.abs()
+    halves, ones, twos = _steps(magnitudes)
+    error = halves / 2 + ones + twos * 2 - magnitudes
     return error.square_().sum(-1, keepdim=True)
 
 
@@ -38,6 +35,13 @@ def unpack(packed: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
     return table[packed.int()].flatten(-2)[..., :cols]
 
 
-def _magnitude_codes(values: torch.Tensor) -> torch.Tensor:
-    thresholds = torch.tensor(_THRESHOLDS, dtype=values.dtype, device=values.device)
-    return torch.bucketize(values.abs(), thresholds, out_int32=True)
+def _steps(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How many steps of 0.5 (up to 2), of 1 (from 2 to 4) and of 2 (from 4 to 6) lead to the nearest number.
+
+    Their sum is the code. In each range an even code is an even multiple of the step, so the ties-to-even of
+    torch.round is that of the format.
+    """
+    halves = magnitudes.clamp(max=2).mul_(2).round_()
+    ones = magnitudes.clamp(2, 4).round_().sub_(2)
+    twos = magnitudes.clamp(4, 6).div_(2).round_().sub_(2)
+    return halves, ones, twos

@@ -6,7 +6,7 @@ import torch
 
 from warpring.errors import ArgumentError
 from warpring.formats.base import QuantizedTensor
-from warpring.formats.blocks import Parts, ScaledFormat, finite_amax
+from warpring.formats.blocks import ScaledFormat, finite_amax
 from warpring.formats.e2m1 import E2M1_MAX, squared_error, to_e2m1
 from warpring.formats.fp8 import E4M3_MAX, to_e4m3
 
@@ -52,7 +52,7 @@ class Mxfp8(_Mx):
     title = "MXFP8 E4M3, UE8M0 scale per 32"
     data_dtype = torch.float8_e4m3fn
 
-    def encode(self, blocks: torch.Tensor) -> Parts:
+    def encode(self, blocks: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = e8m0_scale(finite_amax(blocks, (2, 4)), E4M3_MAX)
         return to_e4m3(blocks / e8m0_value(scale)).view(torch.uint8), scale
 
@@ -66,7 +66,7 @@ class Mxfp4(_Mx):
     data_dtype = torch.uint8
     packed = True
 
-    def encode(self, blocks: torch.Tensor) -> Parts:
+    def encode(self, blocks: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         finite = blocks.isfinite()
         blocks = torch.where(finite, blocks, 0)
         scale = e8m0_scale(finite_amax(blocks, (2, 4)), E2M1_MAX)
@@ -97,8 +97,8 @@ def mxfp4_from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedT
     fits = blocks.dim() >= 3 and blocks.shape[-1] == MX_BLOCK // 2 and scales.shape == blocks.shape[:-1]
     if not fits or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ArgumentError(
-            "mxfp4_from_gpt_oss: blocks must be uint8 [..., rows, cols / 32, 16] and scales uint8 [..., rows, cols / 32];"
-            f" got blocks {blocks.dtype} {list(blocks.shape)}, scales {scales.dtype} {list(scales.shape)}. "
+            "mxfp4_from_gpt_oss: blocks must be uint8 [..., rows, cols / 32, 16], scales uint8 [..., rows, cols / 32]; "
+            f"got blocks {blocks.dtype} {list(blocks.shape)}, scales {scales.dtype} {list(scales.shape)}. "
             "Pass the tensors as the checkpoint holds them."
         )
     shape = (*blocks.shape[:-2], blocks.shape[-2] * MX_BLOCK)

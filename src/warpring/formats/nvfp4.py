@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpring.formats.blocks import Parts, ScaledFormat, cut_significand, finite_amax, unit_where_zero
+from warpring.formats.blocks import ScaledFormat, cut_significand, finite_amax, unit_where_zero
 from warpring.formats.e2m1 import E2M1_MAX, squared_error, to_e2m1
 from warpring.formats.fp8 import E4M3_MAX, to_e4m3
 
@@ -35,20 +35,20 @@ class Nvfp4(ScaledFormat):
     packed = True
     has_global_scale = True
 
-    def encode(self, blocks: torch.Tensor) -> Parts:
+    def global_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        return unit_where_zero(cut_significand(amax / (E4M3_MAX * E2M1_MAX), _GLOBAL_SCALE_BITS), amax)
+
+    def encode(self, blocks: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         finite = blocks.isfinite()
         blocks = torch.where(finite, blocks, 0)
         amax = finite_amax(blocks, (2, 4))
-        matrix_amax = amax.amax((1, 3), keepdim=True)
-        global_scale = cut_significand(matrix_amax / (E4M3_MAX * E2M1_MAX), _GLOBAL_SCALE_BITS)
-        global_scale = unit_where_zero(global_scale, matrix_amax)
         first, second = (_block_scale(amax, target, global_scale) for target in _TARGETS)
         errors = [squared_error(blocks / (s * global_scale)) * s.square() for s in (first, second)]
         scale = torch.where(errors[1] < errors[0], second, first)
         codes = to_e2m1(blocks / (scale * global_scale))
         # E2M1 has no NaN: one NaN or Inf makes the whole block NaN, by its scale.
         scale = torch.where(finite.all(4, keepdim=True), scale, torch.nan)
-        return codes, scale.to(self.scale_dtype), global_scale
+        return codes, scale.to(self.scale_dtype)
 
 
 def _block_scale(amax: torch.Tensor, target: float, global_scale: torch.Tensor) -> torch.Tensor:
