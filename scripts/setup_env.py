@@ -71,6 +71,8 @@ def prepare(target: str) -> None:
             f"warpring needs Python >= {'.'.join(map(str, MIN_PYTHON))}; {sys.executable} is {sys.version.split()[0]}. "
             f"Name a newer one: make PYTHON=python3.12 {target}"
         )
+    if VENV.exists() and not STAMP.exists():
+        raise SetupError(f"{VENV} is not this script's work, so it is left alone. Move it away and run again.")
     gpu = has_gpu()
     names = TARGETS[target] + (["cuda"] if gpu and target == "demo" else [])
     machine = {
@@ -165,8 +167,6 @@ def requirements_file(name: str) -> Path:
 
 def create_venv(keep_torch: bool) -> None:
     """A fresh .venv that imports warpring from src, with a `warpring` command."""
-    if VENV.exists() and not STAMP.exists():
-        raise SetupError(f"{VENV} is not this script's work, so it is left alone. Move it away and run again.")
     say(f"making .venv with Python {sys.version.split()[0]}")
     shutil.rmtree(VENV, ignore_errors=True)
     VENV.mkdir()
@@ -191,7 +191,7 @@ def create_venv(keep_torch: bool) -> None:
     # sh starts Python: a path with spaces, or a long one, breaks a `#!` line.
     command.write_text(
         "#!/bin/sh\n"
-        f"'''exec' \"{VENV_PYTHON}\" \"$0\" \"$@\"\n"
+        f'\'\'\'exec\' "{VENV_PYTHON}" "$0" "$@"\n'
         "' '''\n"
         "from warpring.cli import main\n\n"
         "raise SystemExit(main())\n"
