@@ -61,6 +61,7 @@ class QuantizedTensor:
         )
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
+        """The same weights on another device."""
         return self.map(lambda t: t.to(device))
 
     def __getitem__(self, index: int) -> QuantizedTensor:
@@ -111,4 +112,5 @@ class Format(ABC):
 
 
 def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up, b > 0."""
     return -(-a // b)

@@ -60,6 +60,7 @@ def moe_warp(
 
     Args:
         x: BF16 [num_tokens, hidden], last stride 1, rows 16-byte aligned; num_tokens >= 1.
+        experts: the layer's weights, on the device of x.
         topk_idx: int32 or int64 [num_tokens, topk], last stride 1.
         topk_weights: FP32 [num_tokens, topk], last stride 1.
         out: BF16 [num_tokens, hidden], last stride 1, overwritten.

@@ -73,6 +73,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], block: int, args: tuple[Any,
 
 
 def pointer(tensor: torch.Tensor | None) -> int:
+    """Address of a tensor's first element, a null pointer for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
