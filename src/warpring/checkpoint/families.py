@@ -186,7 +186,7 @@ def _positive(config: Config, *keys: str) -> int:
         value = config.get(key)
         if value is None:
             continue
-        if not isinstance(value, int) or value <= 0:
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise CheckpointError(f"Checkpoint: config.json must have a positive integer {key}; got {value!r}.")
         return value
     raise CheckpointError(f"Checkpoint: config.json must have {' or '.join(keys)}; it has none.")

@@ -171,6 +171,6 @@ def _no_weights(directory: Path) -> CheckpointError | UnsupportedError:
     if pickles and not any(name.endswith(".safetensors") for name in names):
         return UnsupportedError(
             f"Checkpoint: weights must be safetensors; {directory} holds pickle files only ({pickles[0]} ...), which "
-            "can run code when opened. Convert them on an isolated machine: load with transformers, then save_pretrained()."
+            "can run code when opened. Convert them on an isolated machine: load with transformers, save_pretrained()."
         )
     return CheckpointError(f"Checkpoint: {directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}.")

@@ -22,7 +22,7 @@ def add_parser(subparsers: _SubParsersAction[ArgumentParser]) -> None:
         "quantize",
         help="store a checkpoint's experts in another number format",
         description="Write the checkpoint SRC to the directory DST with the weights of its routed experts in another "
-        "number format. Every other tensor and file is copied unchanged. DST appears when it is complete, or not at all.",
+        "number format. Every other tensor and file is copied unchanged. DST appears once it is complete, or never.",
     )
     parser.add_argument("src", metavar="SRC", help="checkpoint directory (config.json and safetensors)")
     parser.add_argument("dst", metavar="DST", help="directory to write")
