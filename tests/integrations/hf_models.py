@@ -95,17 +95,22 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @dataclass
 class Run:
-    """Logits [batch, sequence, vocab] in FP32, and the experts each token chose, one [tokens, topk] a layer."""
+    """Logits [batch, sequence, vocab] in FP32, and each experts module's (x, topk_idx, topk_weights), in call order."""
 
     logits: torch.Tensor
-    routes: list[torch.Tensor]
+    inputs: list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]
+
+    @property
+    def routes(self) -> list[torch.Tensor]:
+        """The experts each token chose, sorted: one [tokens, topk] a layer."""
+        return [topk_idx.sort(-1).values.cpu() for _, (_, topk_idx, _) in self.inputs]
 
 
 def run(model: transformers.PreTrainedModel, ids: torch.Tensor) -> Run:
-    """One forward pass, with the routing recorded."""
-    routes: list[torch.Tensor] = []
+    """One forward pass, with what the experts got."""
+    inputs: list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]] = []
     hooks = [
-        module.register_forward_pre_hook(lambda _, args: routes.append(args[1].sort(-1).values.cpu()))
+        module.register_forward_pre_hook(lambda module, args: inputs.append((module, args)))
         for module in experts_of(model)
     ]
     try:
@@ -114,7 +119,7 @@ def run(model: transformers.PreTrainedModel, ids: torch.Tensor) -> Run:
     finally:
         for hook in hooks:
             hook.remove()
-    return Run(logits, routes)
+    return Run(logits, inputs)
 
 
 def same_routes(*runs: Run) -> torch.Tensor:
@@ -132,4 +137,4 @@ def same_routes(*runs: Run) -> torch.Tensor:
 
 
 def rms(tensor: torch.Tensor) -> float:
-    return float(tensor.double().square().mean().sqrt())
+    return float(tensor.detach().double().square().mean().sqrt())

@@ -21,10 +21,21 @@ except ImportError as error:
     ) from error
 
 from warpring.integrations.transformers.forward import experts_forward
-from warpring.integrations.transformers.install import install, reset_stats, stats
+from warpring.integrations.transformers.install import install, install_packed, reset_stats, stats
+from warpring.integrations.transformers.quantized import is_quantized_checkpoint, load_quantized
 from warpring.integrations.transformers.state import IMPLEMENTATION, PathStats
 
 for _interface in (ExpertsInterface, FP8ExpertsInterface):
     _interface.register(IMPLEMENTATION, experts_forward)  # pyright: ignore[reportUnknownMemberType]
 
-__all__ = ["IMPLEMENTATION", "PathStats", "experts_forward", "install", "reset_stats", "stats"]
+__all__ = [
+    "IMPLEMENTATION",
+    "PathStats",
+    "experts_forward",
+    "install",
+    "install_packed",
+    "is_quantized_checkpoint",
+    "load_quantized",
+    "reset_stats",
+    "stats",
+]

@@ -39,10 +39,7 @@ def experts_forward(
         return _run(state_of(self), hidden_states, top_k_index, top_k_weights)
     state = find_state(self)
     if state is None:
-        raise UnsupportedError(
-            "warpring experts: packed weights must exist before torch.compile traces the model. "
-            "Call warpring.integrations.transformers.install(model), or run the model once, before compiling."
-        )
+        return _first_run(self, hidden_states, top_k_index, top_k_weights)
     return torch.ops.warpring.transformers_experts(hidden_states, top_k_index, top_k_weights, state.handle)
 
 
@@ -77,13 +74,24 @@ def _run(state: State, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: to
     return y.to(x.dtype)
 
 
+@torch.compiler.disable(  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+    reason="warpring packs an experts module at its first call. For torch.compile(fullgraph=True), call "
+    "warpring.integrations.transformers.install(model), or run the model once, before compiling."
+)
+def _first_run(
+    module: torch.nn.Module, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+) -> torch.Tensor:
+    """The first call of a module inside a compiled model: outside the graph, which breaks here."""
+    return _run(state_of(module), x, topk_idx, topk_weights)
+
+
 def _refuse_gradients(module: torch.nn.Module, x: torch.Tensor, topk_weights: torch.Tensor) -> None:
     """No path has a backward, and a result cut off from autograd would train nothing without a word."""
     if not torch.is_grad_enabled():
         return
-    wanted = [x, topk_weights, getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)]
-    if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in wanted):
-        raise UnsupportedError(
-            f"{type(module).__name__}: warpring experts have no backward, and gradients are enabled. Run inference "
-            "under torch.no_grad() or inference_mode(); train with model.set_experts_implementation('grouped_mm')."
-        )
+    for tensor in (x, topk_weights, getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise UnsupportedError(
+                f"{type(module).__name__}: warpring experts have no backward, and gradients are enabled. Run inference "
+                "under torch.no_grad() or inference_mode(); train with model.set_experts_implementation('grouped_mm')."
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -50,23 +50,34 @@ def install(
     """
     if format is not None:
         get_format(format)
-    if path not in PATHS:
-        raise ArgumentError(f"install: path must be one of {', '.join(PATHS)}; got {path!r}.")
-    modules = _experts_modules(model)
-    if not modules:
-        raise UnsupportedError(
-            f"install: {type(model).__name__} has no experts that transformers dispatches by experts_implementation. "
-            "Load an MXFP4 gpt-oss checkpoint with quantization_config=Mxfp4Config(dequantize=True)."
-        )
-    for name, module in modules.items():
-        with _naming(name):
-            check_module(module)
-    model.set_experts_implementation(IMPLEMENTATION)  # pyright: ignore[reportUnknownMemberType]
+    modules = _take_over(model, path)
     packed: dict[str, Experts] = {}
     for name, module in modules.items():
         with _naming(name):
             packed[name] = _install_module(module, format, path, free)
     return packed
+
+
+def install_packed(model: PreTrainedModel, packed: Mapping[str, Experts], path: str = "auto") -> None:
+    """`install` with experts that exist already, such as those of a quantised checkpoint, and `free=True`.
+
+    Args:
+        packed: experts by module name, one for each experts module of the model, all on the device that will run them.
+
+    Raises:
+        ArgumentError: an unknown path, or other module names than the model's.
+        UnsupportedError: as in `install`.
+    """
+    modules = _take_over(model, path)
+    if modules.keys() != packed.keys():
+        raise ArgumentError(
+            f"install_packed: packed must name the experts modules {', '.join(modules)}; got {', '.join(packed)}."
+        )
+    for name, module in modules.items():
+        state = set_state(module, packed[name].format, path)
+        state.adopt(packed[name])
+        _precompile(module, packed[name], path)
+        _free(state)
 
 
 def stats(model: torch.nn.Module) -> dict[str, PathStats]:
@@ -88,18 +99,42 @@ def reset_stats(model: torch.nn.Module) -> None:
         state.stats.clear()
 
 
+def _take_over(model: PreTrainedModel, path: str) -> dict[str, torch.nn.Module]:
+    """The model's experts modules by name, all of them checked and switched to warpring."""
+    if path not in PATHS:
+        raise ArgumentError(f"install: path must be one of {', '.join(PATHS)}; got {path!r}.")
+    modules = _experts_modules(model)
+    if not modules:
+        raise UnsupportedError(
+            f"install: {type(model).__name__} has no experts that transformers dispatches by experts_implementation. "
+            "Load an MXFP4 gpt-oss checkpoint with quantization_config=Mxfp4Config(dequantize=True)."
+        )
+    for name, module in modules.items():
+        with _naming(name):
+            check_module(module)
+    model.set_experts_implementation(IMPLEMENTATION)  # pyright: ignore[reportUnknownMemberType]
+    return modules
+
+
 def _install_module(module: torch.nn.Module, format: str | None, path: str, free: bool) -> Experts:
     state = set_state(module, format, path)
-    device = next(module.parameters()).device
-    experts = state.experts(device)
-    topk = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
-    if device.type == "cuda" and path in ("auto", "warp") and isinstance(topk, int):
-        precompile(experts, topk=topk)
+    experts = state.experts(next(module.parameters()).device)
+    _precompile(module, experts, path)
     if free:
-        state.free()
-        module.register_state_dict_pre_hook(_refuse_saving)  # pyright: ignore[reportUnknownMemberType]
-        module.register_forward_pre_hook(_refuse_other_implementation)
+        _free(state)
     return experts
+
+
+def _precompile(module: torch.nn.Module, experts: Experts, path: str) -> None:
+    topk = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    if experts.device.type == "cuda" and path in ("auto", "warp") and isinstance(topk, int):
+        precompile(experts, topk=topk)
+
+
+def _free(state: State) -> None:
+    state.free()
+    state.module.register_state_dict_pre_hook(_refuse_saving)  # pyright: ignore[reportUnknownMemberType]
+    state.module.register_forward_pre_hook(_refuse_other_implementation)
 
 
 def _refuse_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -108,6 +108,10 @@ class State:
             experts = self._experts = experts.to(device)
         return experts
 
+    def adopt(self, experts: Experts) -> None:
+        """Serve these weights, which did not come from the module; `free` must follow, or the next call packs anew."""
+        self._experts = experts
+
     def free(self) -> None:
         """Replace the module's dense weights by empty ones; the packed weights stay."""
         module = self.module
