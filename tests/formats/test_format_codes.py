@@ -33,7 +33,7 @@ def _every_code(name: str) -> QuantizedTensor:
         return QuantizedTensor(name, (256, 512), data, by_row.repeat(1, 16))
     if name == "nvfp4":
         scale = by_row.repeat(1, 32).view(torch.float8_e4m3fn)
-        batch = 16
+        batch = 6
         return QuantizedTensor(
             name, (batch, 256, 512), data.repeat(batch, 1, 1), scale.repeat(batch, 1, 1), _fp32_scales(batch)
         )

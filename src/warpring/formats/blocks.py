@@ -174,6 +174,11 @@ def finite_amax(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return torch.where(tensor.isfinite(), tensor, 0).abs().amax(dims, keepdim=True)
 
 
+def divide(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """FP32 quotient, rounded once. On CUDA, torch multiplies by a Python number's reciprocal, which rounds twice."""
+    return values / torch.full((), divisor, dtype=torch.float32, device=values.device)
+
+
 def cut_significand(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Non-negative FP32 values cut down (never up) to `bits` significand bits, the leading one counted.
 

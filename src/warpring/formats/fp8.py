@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpring.formats.blocks import ScaledFormat, cut_significand, finite_amax, unit_where_zero
+from warpring.formats.blocks import ScaledFormat, cut_significand, divide, finite_amax, unit_where_zero
 
 #: Largest finite E4M3 number (the `fn` variant: no infinities, NaN is S.1111.111).
 E4M3_MAX = 448.0
@@ -26,7 +26,7 @@ class _Fp8(ScaledFormat):
 
     def encode(self, blocks: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         amax = finite_amax(blocks, (2, 4))
-        scale = unit_where_zero(cut_significand(amax / E4M3_MAX, _SCALE_BITS), amax)
+        scale = unit_where_zero(cut_significand(divide(amax, E4M3_MAX), _SCALE_BITS), amax)
         return to_e4m3(blocks / scale).view(torch.uint8), scale
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpring.formats.blocks import ScaledFormat, cut_significand, finite_amax, unit_where_zero
+from warpring.formats.blocks import ScaledFormat, cut_significand, divide, finite_amax, unit_where_zero
 from warpring.formats.e2m1 import E2M1_MAX, squared_error, to_e2m1
 from warpring.formats.fp8 import E4M3_MAX, to_e4m3
 
@@ -36,7 +36,7 @@ class Nvfp4(ScaledFormat):
     has_global_scale = True
 
     def global_scale(self, amax: torch.Tensor) -> torch.Tensor:
-        return unit_where_zero(cut_significand(amax / (E4M3_MAX * E2M1_MAX), _GLOBAL_SCALE_BITS), amax)
+        return unit_where_zero(cut_significand(divide(amax, E4M3_MAX * E2M1_MAX), _GLOBAL_SCALE_BITS), amax)
 
     def encode(self, blocks: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         finite = blocks.isfinite()
@@ -53,5 +53,5 @@ class Nvfp4(ScaledFormat):
 
 def _block_scale(amax: torch.Tensor, target: float, global_scale: torch.Tensor) -> torch.Tensor:
     """FP32 value of the E4M3 scale that maps a block's amax to `target`; 1 for an all-zero block."""
-    wanted = (amax / target / global_scale).clamp(min=_MIN_BLOCK_SCALE)
+    wanted = (divide(amax, target) / global_scale).clamp(min=_MIN_BLOCK_SCALE)
     return to_e4m3(torch.where(amax == 0, 1.0, wanted)).float()
