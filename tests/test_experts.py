@@ -170,6 +170,8 @@ def test_1024_experts_are_allowed_and_1025_are_not(format: str) -> None:
         (bf16(2, 3, 96, 64), bf16(2, 64, 96), r"got w13 \[2, 3, 96, 64\]"),
         (bf16(2, 2, 96, 64), bf16(2, 1, 64, 96), r"w2 \[2, 1, 64, 96\]"),
         (bf16(2, 2, 96, 64), bf16(2, 64, 32), r"w2 must be .* = \[2, 64, 96\]"),
+        (bf16(2, 2, 0, 64), bf16(2, 64, 0), "intermediate must be a positive multiple of 32; got 0 .* to 32 in both"),
+        (bf16(2, 2, 96, 0), bf16(2, 0, 96), "hidden must be a positive multiple of 32; got 0 .* to 32 in both"),
     ],
 )
 def test_stored_shapes_that_break_a_rule_are_refused(w13: QuantizedTensor, w2: QuantizedTensor, message: str) -> None:
