@@ -62,6 +62,22 @@ def random_experts(shape: LayerShape, format: str, device: torch.device | str, s
     )
 
 
+def one_expert(shape: LayerShape, format: str) -> Experts:
+    """A layer of `shape` with one expert and no memory behind it (device "meta"): for sizes and kernel choice."""
+
+    def empty(*size: int) -> torch.Tensor:
+        return torch.empty(size, device="meta")
+
+    return Experts.from_dense(
+        empty(1, 2 * shape.intermediate, shape.hidden),
+        empty(1, shape.hidden, shape.intermediate),
+        format=format,
+        activation=shape.activation,
+        w13_bias=empty(1, 2 * shape.intermediate) if shape.has_bias else None,
+        w2_bias=empty(1, shape.hidden) if shape.has_bias else None,
+    )
+
+
 @dataclass(frozen=True)
 class Routing:
     """Where a batch goes.
@@ -75,6 +91,7 @@ class Routing:
     topk_weights: torch.Tensor
 
     def to(self, device: torch.device | str) -> Routing:
+        """The same routing on another device."""
         return Routing(self.topk_idx.to(device), self.topk_weights.to(device))
 
 

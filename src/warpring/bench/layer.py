@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from warpring.bench.inputs import Routing, Traffic, count_traffic, make_routing, random_experts
+from warpring.bench.inputs import Routing, Traffic, count_traffic, make_routing, one_expert, random_experts
 from warpring.bench.read_peak import read_peak_gbs
 from warpring.bench.records import Record, record
 from warpring.bench.shapes import LayerShape
@@ -21,7 +21,6 @@ from warpring.classical import prepare
 from warpring.decode import moe_decode
 from warpring.errors import ArgumentError, WarpringError
 from warpring.experts import Experts
-from warpring.formats import get_format
 from warpring.reference import moe_exact
 
 #: A replay touches at least this many times the cache, so that no layer finds its weights there.
@@ -97,27 +96,22 @@ class LayerBench:
             make_routing(self.shape, num_tokens, self.routing, seed=self.seed * most + layer, load=self.load)
             for layer in range(most)
         ]
-        expert_bytes = self._estimated_bytes() / self.shape.num_experts
-        touched, count = 0.0, 0
+        expert_bytes = one_expert(self.shape, self.format).nbytes
+        touched, count = 0, 0
         while count < most and (count < least or touched < CACHE_MULTIPLE * cache_bytes(self.device)):
             touched += routings[count].topk_idx.unique().numel() * expert_bytes
             count += 1
         return [routing.to(self.device) for routing in routings[:count]]
 
-    def _estimated_bytes(self) -> float:
-        """Bytes of one layer's codes."""
-        shape = self.shape
-        weights = 3 * shape.num_experts * shape.hidden * shape.intermediate
-        return weights * get_format(self.format).bits_per_weight / 8
-
     def _grow(self, sets: list[Experts], wanted: int, paths: Sequence[str]) -> None:
         """Add weight sets until there are `wanted`, or memory holds no more; each has served every path once."""
+        layer_bytes = self.shape.num_experts * one_expert(self.shape, self.format).nbytes
         while len(sets) < wanted:
             before = free_bytes(self.device)
-            if not sets and self._estimated_bytes() > MEMORY_SHARE * before:
+            if not sets and layer_bytes > MEMORY_SHARE * before:
                 raise ArgumentError(
-                    f"LayerBench.run: a layer {self.shape.size} in {self.format} needs "
-                    f"{self._estimated_bytes() / 1e9:.1f} GB, and {self.device} has {before / 1e9:.1f} GB free. "
+                    f"LayerBench.run: a layer {self.shape.size} in {self.format} needs {layer_bytes / 1e9:.1f} GB, "
+                    f"and {self.device} has {before / 1e9:.1f} GB free. "
                     "Take a narrower format or fewer experts."
                 )
             experts = random_experts(self.shape, self.format, self.device, seed=self.seed + len(sets))

@@ -1,0 +1,98 @@
+"""`warpring precompile`: compile the kernels of a shape ahead of time, with or without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+
+from warpring.cli.bench import add_shape_arguments, parse_list
+from warpring.errors import ArgumentError
+
+_EXAMPLES = """\
+examples
+  warpring precompile --model qwen3-30b-a3b --format mxfp8                 for the GPU of this machine
+  warpring precompile --model gpt-oss-120b --format mxfp4 --arch sm_90a,sm_100a       no GPU needed
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Register `precompile`."""
+    parser = subparsers.add_parser(
+        "precompile",
+        help="compile the kernels of a shape ahead of time",
+        description="Compile the warp-decode kernels of a shape and format into the kernel cache, so that the first "
+        "request does not wait. The cache lies in $WARPRING_CACHE, else $XDG_CACHE_HOME/warpring, else "
+        "~/.cache/warpring.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_shape_arguments(parser)
+    parser.add_argument(
+        "--arch", metavar="ARCH,...", help="sm_90a, sm_100a, sm_103a, ... (default: that of this machine's GPU)"
+    )
+    parser.add_argument(
+        "--index", default="int64", choices=("int32", "int64"), help="type of the expert ids (default %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile every kernel of every format and architecture; print registers and time of each."""
+    import torch
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from warpring.bench.inputs import one_expert
+    from warpring.bench.records import FORMATS
+    from warpring.bench.shapes import parse_shape
+    from warpring.kernels.warp import kernel_specs
+    from warpring.runtime.jit import cache_dir, compile_kernel
+
+    shape = parse_shape(args.shape or args.model or "qwen3-30b-a3b")
+    formats = parse_list("--format", args.format, FORMATS)
+    index_dtype = getattr(torch, args.index)
+    work = [
+        (format, arch, spec)
+        for format in formats
+        for arch in architectures(args.arch)
+        for spec in kernel_specs(one_expert(shape, format), shape.topk, index_dtype)
+    ]
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
+        for format, arch, spec in progress.track(work):
+            start = time.perf_counter()
+            cubin = compile_kernel(spec, arch)
+            progress.console.print(
+                f"{shape.name}  {format:<12}{arch:<9}{spec.entry:<26}{cubin.registers:>4} registers, "
+                f"{cubin.spill_bytes} bytes spilled  {time.perf_counter() - start:6.2f} s",
+                highlight=False,
+                soft_wrap=True,
+            )
+    print(f"kernel cache: {cache_dir()}")
+    return 0
+
+
+def architectures(text: str | None) -> list[str]:
+    """The architectures that --arch names; without it, that of the first GPU.
+
+    Raises:
+        ArgumentError: a name of another form, or neither --arch nor a GPU.
+        UnsupportedError: a GPU that the kernels do not run on.
+    """
+    if text is not None:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            match = re.fullmatch(r"sm_(\d+)[af]?", name)
+            if match is None or int(match[1]) < 90:
+                raise ArgumentError(
+                    f"precompile: --arch must name architectures from sm_90a on, as in sm_90a,sm_100a; got {name!r}."
+                )
+        return names
+    import torch
+
+    from warpring.runtime.device import arch_of
+
+    if not torch.cuda.is_available():
+        raise ArgumentError("precompile: there is no GPU to take the architecture from. Name it, as in --arch sm_90a.")
+    return [arch_of(torch.cuda.current_device())]
