@@ -40,7 +40,14 @@ CONFIGS: dict[str, dict[str, object]] = {
     "deepseek_v3": {**_MOE, **_GROUPED, **_MLA},
     "glm4_moe": {**_MOE, **_GROUPED},
     "gpt_oss": {**_NARROW, "num_local_experts": 5},
-    "gemma4_text": {**_MOE, "num_experts": 5, "top_k_experts": 2, "enable_moe_block": True},
+    "gemma4_text": {
+        **_MOE,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "enable_moe_block": True,
+        "vocab_size_per_layer_input": 48,
+        "global_head_dim": 32,
+    },
 }
 INTERLEAVED = ("gpt_oss",)
 WITH_DENSE_FIRST_LAYER = ("deepseek_v3", "glm4_moe")

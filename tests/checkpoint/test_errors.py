@@ -309,3 +309,10 @@ def test_layer_out_of_range_is_refused(path: Path, layer: int) -> None:
 def test_unknown_format_is_refused(path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"format must be one of .*'fp6'"):
         Checkpoint(path).load_experts(0, format="fp6")
+
+
+def test_documented_models_are_the_known_ones() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    table = text.split("| `model_type` |")[1].split("\n\n")[0]
+    documented = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert documented == set(BY_MODEL_TYPE)

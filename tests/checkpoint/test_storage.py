@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_files import assert_same_bits, bits, per_expert, qwen3_config, write
 
-from warpring import Experts, UnsupportedError, clipped_swiglu, gpt_oss_swiglu
+from warpring import CheckpointError, Experts, UnsupportedError, clipped_swiglu, gpt_oss_swiglu
 from warpring.checkpoint import Checkpoint
 from warpring.formats import QuantizedTensor, get_format
 
@@ -53,6 +53,28 @@ def test_deepseek_fp8_blocks(tmp_path: Path) -> None:
         for values, leaf in ((w13[expert, :I], "gate_proj"), (w13[expert, I:], "up_proj"), (w2[expert], "down_proj")):
             name = f"{stem}{leaf}.weight"
             assert torch.equal(values, blockwise(tensors[name], tensors[f"{name}_scale_inv"]))
+
+
+def test_shared_expert_in_fp8_is_reported_apart(tmp_path: Path) -> None:
+    routed, shared = random_experts("fp8_block"), random_experts("fp8_block", intermediate=64, seed=1)
+    names = {"data": "weight", "scale": "weight_scale_inv"}
+    tensors = per_expert(routed.w13, routed.w2, names=names)
+    for name, tensor in per_expert(shared.w13, shared.w2, names=names).items():
+        if ".experts.2." in name:
+            tensors[name.replace(".experts.2.", ".shared_experts.")] = tensor
+    config = {"model_type": "deepseek_v3", "n_routed_experts": E, "first_k_dense_replace": 0}
+    checkpoint = load(tmp_path, tensors, **config)
+    assert_same_bits(checkpoint.load_experts(0), routed)
+    loaded = checkpoint.load_shared_experts(0)
+    assert loaded is not None
+    assert (loaded.format, loaded.num_experts, loaded.intermediate) == ("fp8_block", 1, 64)
+    for got, want in ((loaded.w13[0], shared.w13[2]), (loaded.w2[0], shared.w2[2])):
+        for a, b in zip(got.tensors(), want.tensors(), strict=True):
+            assert torch.equal(bits(a), bits(b))
+    del tensors["model.layers.0.mlp.shared_experts.gate_proj.weight"]
+    damaged = load(tmp_path, tensors, **config)
+    with pytest.raises(CheckpointError, match=r"shared_experts\.gate_proj\.weight is missing"):
+        damaged.load_shared_experts(0)
 
 
 def test_fp8_blocks_of_compressed_tensors_have_another_suffix(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import save_file
 
 from warpring.checkpoint.families import text_config
 from warpring.checkpoint.layer import ExpertWeights
@@ -24,6 +24,9 @@ from warpring.errors import ArgumentError
 from warpring.formats import get_format
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
+
+# The same weights for other frameworks, unquantised.
+_OTHER_WEIGHT_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
 
 #: Called with (steps done, steps in all); a step is one tensor or one expert.
 Progress = Callable[[int, int], None]
@@ -71,6 +74,7 @@ def quantize_checkpoint(
         (partial / CONFIG_FILE).write_text(config, encoding="utf-8")
         # mkdtemp makes a private directory; a checkpoint gets what the user's umask gives any new one.
         partial.chmod(0o777 & ~_umask())
+        _sync(partial)
         _replace(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -175,8 +179,8 @@ def _config(config: dict[str, Any], format: str) -> dict[str, Any]:
 
 
 def _copy_other_files(source: Path, target: Path) -> None:
-    """Tokenizer, generation config, code, licence: every visible file that is not weights or written by us."""
-    weights = (".safetensors", *PICKLE_SUFFIXES)
+    """Tokenizer, generation config, code, licence: every visible file that is neither weights nor written by us."""
+    weights = (".safetensors", *PICKLE_SUFFIXES, *_OTHER_WEIGHT_SUFFIXES)
     for path in sorted(source.iterdir()):
         ours = path.name == CONFIG_FILE or path.name.endswith(".index.json")
         if path.is_file() and not path.name.startswith(".") and not ours and not path.name.endswith(weights):
@@ -220,6 +224,16 @@ def _replace(partial: Path, target: Path) -> None:
         aside.rmdir()
         raise
     shutil.rmtree(aside)
+
+
+def _sync(directory: Path) -> None:
+    """Force files and directory to disk: a rename must not outlive a power cut that the contents do not."""
+    for path in (*directory.iterdir(), directory):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _umask() -> int:
