@@ -19,10 +19,10 @@ def describe(rec: Record) -> str:
 
 def row(rec: Record) -> str:
     """One decode record under `HEADER`; what does not apply is a dash."""
-    requested = f"{rec['requested_bytes'] / rec['p50_us'] / 1e3:.1f}" if "requested_bytes" in rec else "-"
+    requested = f"{rec['requested_bytes'] / rec['p50_us'] / 1e3:.2f}" if "requested_bytes" in rec else "-"
     share = f"{100 * rec['fraction_of_peak']:.1f} %" if "fraction_of_peak" in rec else "-"
     return (
         f"{rec['format']:<12}{rec.get('path', rec['impl']):<11}{rec['num_tokens']:>4}"
         f"{rec['p50_us']:>11.1f}{rec['p10_us']:>10.1f}{rec['p90_us']:>10.1f}"
-        f"{rec['unique_bytes'] / rec['p50_us'] / 1e3:>13.1f}{share:>9}{requested:>11}{rec.get('launches', '-'):>10}"
+        f"{rec['unique_bytes'] / rec['p50_us'] / 1e3:>13.2f}{share:>9}{requested:>11}{rec.get('launches', '-'):>10}"
     )

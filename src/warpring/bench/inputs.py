@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -147,18 +148,20 @@ def _expert_share(num_experts: int, kind: str, load: Sequence[float] | None) -> 
 
 
 def read_load(path: str | os.PathLike[str]) -> list[float]:
-    """A recorded load: a JSON list with one number an expert, or one such list a layer (the mean of the sorted).
+    """A recorded load of each expert, largest first: the mean over layers where the file has one list a layer.
+
+    The file is JSON: a list with one number an expert, a list of such lists, or an object whose "expert_load" is one.
 
     Raises:
         ArgumentError: the file holds something else.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-        rows = torch.tensor(value, dtype=torch.float64)
-    except (ValueError, TypeError) as error:
+        value: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = torch.tensor(value["expert_load"] if isinstance(value, dict) else value, dtype=torch.float64)
+    except (ValueError, TypeError, KeyError) as error:
         raise ArgumentError(
-            f"read_load: {path} must hold a JSON list of numbers, one an expert, or a list of such lists, one a layer; "
-            f"{error}."
+            f"read_load: {path} must hold a JSON list of numbers, one an expert, or a list of such lists, one a layer, "
+            f"or an object with such an 'expert_load'; reading it gave {type(error).__name__}: {error}"
         ) from error
     if rows.dim() not in (1, 2) or not rows.numel():
         raise ArgumentError(f"read_load: {path} must hold one or two levels of lists; got shape {list(rows.shape)}.")

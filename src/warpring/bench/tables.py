@@ -59,7 +59,7 @@ def provenance(records: Sequence[Record]) -> str:
     return f"\nMeasured on {'; '.join(parts)}.\n"
 
 
-def _decode_records(records: Sequence[Record], formats: Sequence[str]) -> dict[tuple[str, str, int], Record]:
+def decode_records(records: Sequence[Record], formats: Sequence[str]) -> dict[tuple[str, str, int], Record]:
     """(format, path, batch) -> newest record on the GPU that was measured last."""
     ours = [
         rec
@@ -76,7 +76,7 @@ def _decode_records(records: Sequence[Record], formats: Sequence[str]) -> dict[t
 
 def decode_overview(records: Sequence[Record]) -> str:
     """Microseconds a layer: a row a batch, warp (with its share of the peak) and classical for each format."""
-    found = _decode_records(records, DECODE_FORMATS)
+    found = decode_records(records, DECODE_FORMATS)
     used: list[Record] = []
 
     def cell(format: str, path: str, batch: int) -> str:
@@ -99,7 +99,7 @@ def decode_detail(format: str) -> Callable[[Sequence[Record]], str]:
     """A table of one format with percentiles, bandwidths and launches."""
 
     def table(records: Sequence[Record]) -> str:
-        found = _decode_records(records, (format,))
+        found = decode_records(records, (format,))
         rows: list[list[str]] = []
         for batch in BATCHES:
             for path in ("warp", "classical"):

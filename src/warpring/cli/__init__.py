@@ -50,7 +50,7 @@ def build_parser() -> Parser:
         prog="warpring",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=16),
     )
     parser.add_argument("--version", action="version", version=f"warpring {_version()}")
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")

@@ -41,7 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "reference,classical on a CPU)",
     )
     parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf", "recorded"), help="default uniform")
-    parser.add_argument("--load", metavar="JSON", help="experts' load for --routing recorded: a JSON list")
+    parser.add_argument(
+        "--load", metavar="JSON", help="experts' load for --routing recorded: a JSON list, one number an expert"
+    )
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="replays that count (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default %(default)s")
     parser.add_argument("--device", metavar="DEVICE", help="cuda, cuda:1, cpu (default: the GPU if there is one)")

@@ -94,7 +94,7 @@ def no_gpu_reason() -> str:
         return "none: no NVIDIA driver on this machine"
     if torch.version.cuda is None:
         return f"not usable: torch {torch.__version__} is a CPU build; install a CUDA build of torch"
-    return f"not usable: torch {torch.__version__} finds no device; its driver may be too old for CUDA {torch.version.cuda}"
+    return f"not usable: torch finds no device; the driver may be too old for CUDA {torch.version.cuda}"
 
 
 def checks() -> Iterator[tuple[str, str, str, bool]]:

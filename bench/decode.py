@@ -1,0 +1,84 @@
+"""Measure the standard rows of one decode layer and append them to bench/results/decode.jsonl.
+
+    PYTHONPATH=src python bench/decode.py                                     the rows of README.md
+    PYTHONPATH=src python bench/decode.py --models gpt-oss-20b --formats mxfp4 --time-budget 300
+
+Afterwards `python -m warpring.bench.tables` writes the tables and `python bench/plots.py` the plots. Where the code
+runs without its git history, name its commit: WARPRING_COMMIT=$(git rev-parse --short=12 HEAD).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from warpring.bench.console import HEADER, describe, row
+from warpring.bench.inputs import read_load
+from warpring.bench.layer import LayerBench
+from warpring.bench.records import append
+from warpring.bench.shapes import parse_shape
+from warpring.bench.tables import BATCHES, DECODE_FORMATS, DECODE_MODEL
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "decode.jsonl"
+#: Where "recorded" routing comes from unless told otherwise: a model whose router was trained.
+LOAD = ROOT / "examples" / "tiny-qwen3-moe" / "training_log.json"
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=words, default=[DECODE_MODEL], help="names or sizes like h2048xi768xe128xk8")
+    parser.add_argument("--formats", type=words, default=list(DECODE_FORMATS), help="in the order of measuring")
+    parser.add_argument("--batches", type=words, default=[str(batch) for batch in BATCHES])
+    parser.add_argument("--paths", type=words, default=["warp", "classical"])
+    parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf", "recorded"))
+    parser.add_argument("--load", type=Path, default=LOAD, help="the experts' load for --routing recorded")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--time-budget", type=float, metavar="S", help="start no further batch after S seconds")
+    args = parser.parse_args()
+    start = time.monotonic()
+    load = read_load(args.load) if args.routing == "recorded" else None
+    batches = [int(batch) for batch in args.batches]
+    work = [(model, format) for model in args.models for format in args.formats]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left: list[str] = []
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
+        task = progress.add_task("", total=len(work) * len(batches))
+        for model, format in work:
+            bench = LayerBench(parse_shape(model), format, args.routing, args.device, args.repeats, args.seed, load)
+            label = f"{model} {format}"
+            runs = bench.run(
+                batches,
+                args.paths,
+                on_stage=lambda text, label=label: progress.update(task, description=f"{label}: {text}"),
+            )
+            for index, batch in enumerate(batches):
+                if args.time_budget is not None and time.monotonic() - start > args.time_budget:
+                    left += [f"{label} B={later}" for later in batches[index:]]
+                    break
+                measured = next(runs)
+                if batch == batches[0]:
+                    progress.console.print(f"\n{describe(measured[0])}\n{HEADER}", highlight=False, soft_wrap=True)
+                for rec in measured:
+                    append(args.output, rec)
+                    progress.console.print(row(rec), highlight=False, soft_wrap=True)
+                progress.advance(task)
+    if left:
+        print(f"\nthe time budget of {args.time_budget:.0f} s left out: {', '.join(left)}", file=sys.stderr)
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
