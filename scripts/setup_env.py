@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -78,27 +79,26 @@ def prepare(target: str) -> None:
     machine = {
         "python": f"{sys.executable} {sys.version}",
         "folder": str(ROOT),
-        "gpu": gpu,
-        "own_torch": installed_torch(),
+        "gpu": str(gpu),
+        "torch": str(installed_torch()),
     }
     stamp = read_stamp()
-    if stamp.get("machine") != machine or not VENV_PYTHON.exists():
-        keep_torch = torch_suits(gpu)
-        create_venv(keep_torch)
-        stamp = {"machine": machine, "keep_torch": keep_torch, "files": {}}
+    if stamp is None or stamp.machine != machine or not VENV_PYTHON.exists():
+        stamp = Stamp(machine, keep_torch=torch_suits(gpu), files={})
+        create_venv(stamp.keep_torch)
         write_stamp(stamp)
-    if not stamp["keep_torch"]:
+    if not stamp.keep_torch:
         names = ["torch", *names]
-    digests = {name: digest(name, with_bounds=stamp["keep_torch"]) for name in names}
-    stale = [name for name in names if stamp["files"].get(name) != digests[name]]
+    digests = {name: digest(name, with_bounds=stamp.keep_torch) for name in names}
+    stale = [name for name in names if stamp.files.get(name) != digests[name]]
     if "torch" in stale:
         install_torch(gpu)
-        stamp["files"]["torch"] = digests["torch"]
+        stamp.files["torch"] = digests["torch"]
         write_stamp(stamp)
         stale.remove("torch")
     if stale:
-        (install_missing if stamp["keep_torch"] else install_pins)(stale)
-        stamp["files"].update({name: digests[name] for name in stale})
+        (install_missing if stamp.keep_torch else install_pins)(stale)
+        stamp.files.update({name: digests[name] for name in stale})
         write_stamp(stamp)
 
 
@@ -142,15 +142,30 @@ def torch_suits(gpu: bool) -> bool:
 # .venv and its record
 
 
-def read_stamp() -> dict:
+class Stamp(NamedTuple):
+    """What .venv was made for and holds.
+
+    Attributes:
+        machine: what makes an environment of another machine useless.
+        keep_torch: whether the machine's own torch is used.
+        files: digest of each requirement file whose packages are there.
+    """
+
+    machine: dict[str, str]
+    keep_torch: bool
+    files: dict[str, str]
+
+
+def read_stamp() -> Stamp | None:
+    """The record; None where .venv is not finished, or not there."""
     try:
-        return json.loads(STAMP.read_text())
-    except (OSError, ValueError):
-        return {}
+        return Stamp(**json.loads(STAMP.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
-def write_stamp(stamp: dict) -> None:
-    STAMP.write_text(json.dumps(stamp, indent=1) + "\n")
+def write_stamp(stamp: Stamp) -> None:
+    STAMP.write_text(json.dumps(stamp._asdict(), indent=1) + "\n")
 
 
 def digest(name: str, with_bounds: bool) -> str:
@@ -170,7 +185,7 @@ def create_venv(keep_torch: bool) -> None:
     say(f"making .venv with Python {sys.version.split()[0]}")
     shutil.rmtree(VENV, ignore_errors=True)
     VENV.mkdir()
-    write_stamp({})  # from here on it is this script's
+    STAMP.touch()  # from here on it is this script's
     made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True)
     if made.returncode:
         raise SetupError(

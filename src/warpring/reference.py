@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from warpring.experts import Experts
-from warpring.formats import get_format
+from warpring.formats import QuantizedTensor, get_format
 
 
 def moe_exact(
@@ -87,5 +87,5 @@ def _gate_up(x: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
     return experts.activation(gate, up)
 
 
-def _dequantize(stored, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize(stored: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     return get_format(stored.format).dequantize(stored, dtype)

@@ -1,0 +1,3 @@
+"""The part of cuda.bindings.nvrtc that warpring uses; the package itself is compiled and carries no types."""
+
+def nvrtcVersion() -> tuple[int, int, int]: ...
