@@ -226,27 +226,26 @@ def test_gate_is_recognised_by_what_it_computes(module: torch.nn.Module, activat
     assert recognise_gate(module, CPU) == activation
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        _gate_module(_plain, "gelu"),
-        _gate_module(_plain, "relu2"),
-        _gate_module(lambda m, g, u: m.act_fn(u) * g),
-        _gate_module(lambda m, g, u: m.act_fn(g).clamp(max=m.limit) * u.clamp(-m.limit, m.limit), limit=7.0),
-        _gate_module(lambda m, g, u: m.act_fn(g.clamp(max=m.limit)) * u, limit=7.0),
-        _gate_module(lambda m, g, u: m.act_fn(g.clamp(max=50.0)) * u.clamp(-50.0, 50.0)),
-        _gate_module(lambda m, g, u: m.act_fn(g.clamp(max=1e4)) * u),
-        _gate_module(lambda m, g, u: m.act_fn(g.clamp(max=7.05)) * u.clamp(-7.05, 7.05), limit=7.0),
-        _gate_module(lambda m, g, u: m.act_fn(g.clamp(-7.0, 7.0)) * u.clamp(-7.0, 7.0), limit=7.0),
-        _gate_module(lambda m, g, u: g * torch.sigmoid(1.01 * g) * u),
-        _gate_module(lambda m, g, u: m.act_fn(g) * (u + 0.5)),
-        _gate_module(lambda m, g, u: torch.tanh(g / 20) * 20 * torch.sigmoid(g) * u),
-        _gate_module(lambda m, g, u: (m.act_fn(g) * u)[:, :1]),
-        _gate_module(lambda m, g, u: m.act_fn(g, u)),
-    ],
-    ids="erf_gelu relu2 swapped clamp_after gate_only hidden_clamp far_clamp near_limit clamped_below slope offset softcap "
-    "shape signature".split(),
-)
+UNKNOWN_GATES = {
+    "erf_gelu": _gate_module(_plain, "gelu"),
+    "relu2": _gate_module(_plain, "relu2"),
+    "swapped": _gate_module(lambda m, g, u: m.act_fn(u) * g),
+    "clamp_after": _gate_module(lambda m, g, u: m.act_fn(g).clamp(max=7.0) * u.clamp(-7.0, 7.0), limit=7.0),
+    "gate_clamp_only": _gate_module(lambda m, g, u: m.act_fn(g.clamp(max=7.0)) * u, limit=7.0),
+    "up_clamp_only": _gate_module(lambda m, g, u: m.act_fn(g) * u.clamp(-7.0, 7.0), limit=7.0),
+    "clamped_below": _gate_module(lambda m, g, u: m.act_fn(g.clamp(-7.0, 7.0)) * u.clamp(-7.0, 7.0), limit=7.0),
+    "hidden_limit": _gate_module(lambda m, g, u: m.act_fn(g.clamp(max=50.0)) * u.clamp(-50.0, 50.0)),
+    "far_limit": _gate_module(lambda m, g, u: m.act_fn(g.clamp(max=1e4)) * u),
+    "near_limit": _gate_module(lambda m, g, u: m.act_fn(g.clamp(max=7.05)) * u.clamp(-7.05, 7.05), limit=7.0),
+    "slope": _gate_module(lambda m, g, u: g * torch.sigmoid(1.01 * g) * u),
+    "offset": _gate_module(lambda m, g, u: m.act_fn(g) * (u + 0.5)),
+    "softcap": _gate_module(lambda m, g, u: torch.tanh(g / 20) * 20 * torch.sigmoid(g) * u),
+    "shape": _gate_module(lambda m, g, u: (m.act_fn(g) * u)[:, :1]),
+    "signature": _gate_module(lambda m, g, u: m.act_fn(g, u)),
+}
+
+
+@pytest.mark.parametrize("module", UNKNOWN_GATES.values(), ids=UNKNOWN_GATES.keys())
 def test_gate_of_another_kind_is_refused_by_name(module: torch.nn.Module) -> None:
     with pytest.raises(UnsupportedError, match="_apply_gate"):
         recognise_gate(module, CPU)

@@ -26,7 +26,7 @@ from warpring.integrations.transformers.quantized import is_quantized_checkpoint
 from warpring.integrations.transformers.state import IMPLEMENTATION, PathStats
 
 for _interface in (ExpertsInterface, FP8ExpertsInterface):
-    _interface.register(IMPLEMENTATION, experts_forward)  # pyright: ignore[reportUnknownMemberType]
+    _interface.register(IMPLEMENTATION, experts_forward)
 
 __all__ = [
     "IMPLEMENTATION",

@@ -51,7 +51,7 @@ def transformers_experts(
     return _run(state_by_handle(handle), hidden_states, top_k_index, top_k_weights)
 
 
-@transformers_experts.register_fake  # pyright: ignore[reportUnknownMemberType]
+@transformers_experts.register_fake
 def _fake(
     hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, handle: str
 ) -> torch.Tensor:
@@ -69,12 +69,15 @@ def _run(state: State, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: to
     # Expert-parallel ranks mark the slots of others with the id num_experts. Warp decode skips it by itself.
     if path != "warp":
         topk_idx = torch.where(topk_idx == experts.num_experts, -1, topk_idx)
-    with torch.autocast(x.device.type, enabled=False):
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            y = moe_decode(x.bfloat16(), experts, topk_idx, topk_weights, path=path)
+    else:
         y = moe_decode(x.bfloat16(), experts, topk_idx, topk_weights, path=path)
     return y.to(x.dtype)
 
 
-@torch.compiler.disable(  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+@torch.compiler.disable(  # pyright: ignore[reportUntypedFunctionDecorator]
     reason="warpring packs an experts module at its first call. For torch.compile(fullgraph=True), call "
     "warpring.integrations.transformers.install(model), or run the model once, before compiling."
 )

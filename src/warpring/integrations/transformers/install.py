@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -22,9 +22,16 @@ from warpring.integrations.transformers.state import (
     set_state,
 )
 
+#: Called with (layers done, layers in all).
+Progress = Callable[[int, int], None]
+
 
 def install(
-    model: PreTrainedModel, format: str | None = None, path: str = "auto", free: bool = False
+    model: PreTrainedModel,
+    format: str | None = None,
+    path: str = "auto",
+    free: bool = False,
+    progress: Progress | None = None,
 ) -> dict[str, Experts]:
     """Run the routed experts of a loaded model with warpring, packing all their weights now.
 
@@ -39,6 +46,7 @@ def install(
         path: "auto" serves each call by `warpring.policy`; the others force one path of `moe_decode`.
         free: give the memory of the model's own expert weights back, layer by layer. From then on the model cannot
             be saved, trained, copied or switched to another implementation.
+        progress: called with (layers packed, layers in all) after each layer.
 
     Returns:
         The packed experts by module name.
@@ -55,6 +63,8 @@ def install(
     for name, module in modules.items():
         with _naming(name):
             packed[name] = _install_module(module, format, path, free)
+        if progress is not None:
+            progress(len(packed), len(modules))
     return packed
 
 
@@ -89,7 +99,7 @@ def stats(model: torch.nn.Module) -> dict[str, PathStats]:
     total: dict[str, PathStats] = {}
     for state in _states(model):
         for path, calls in state.stats.items():
-            total.setdefault(path, PathStats()).merge(calls)
+            total.setdefault(path, PathStats()).add(calls.calls, calls.tokens, calls.min_tokens, calls.max_tokens)
     return total
 
 
@@ -112,7 +122,7 @@ def _take_over(model: PreTrainedModel, path: str) -> dict[str, torch.nn.Module]:
     for name, module in modules.items():
         with _naming(name):
             check_module(module)
-    model.set_experts_implementation(IMPLEMENTATION)  # pyright: ignore[reportUnknownMemberType]
+    model.set_experts_implementation(IMPLEMENTATION)
     return modules
 
 
@@ -133,7 +143,7 @@ def _precompile(module: torch.nn.Module, experts: Experts, path: str) -> None:
 
 def _free(state: State) -> None:
     state.free()
-    state.module.register_state_dict_pre_hook(_refuse_saving)  # pyright: ignore[reportUnknownMemberType]
+    state.module.register_state_dict_pre_hook(_refuse_saving)
     state.module.register_forward_pre_hook(_refuse_other_implementation)
 
 
@@ -161,7 +171,7 @@ def _states(model: torch.nn.Module) -> list[State]:
 
 def _experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The modules that `use_experts_implementation` decorated; its flags are their mark."""
-    named: dict[str, torch.nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    named: dict[str, torch.nn.Module] = dict(model.named_modules())
     return {name: m for name, m in named.items() if hasattr(m, "is_concatenated") and hasattr(m, "_apply_gate")}
 
 

@@ -35,12 +35,12 @@ class PathStats:
     min_tokens: int = 0
     max_tokens: int = 0
 
-    def merge(self, other: PathStats) -> None:
-        """Add the other's calls to these."""
-        self.min_tokens = min(self.min_tokens, other.min_tokens) if self.calls else other.min_tokens
-        self.max_tokens = max(self.max_tokens, other.max_tokens)
-        self.calls += other.calls
-        self.tokens += other.tokens
+    def add(self, calls: int, tokens: int, min_tokens: int, max_tokens: int) -> None:
+        """Count further calls."""
+        self.min_tokens = min(self.min_tokens, min_tokens) if self.calls else min_tokens
+        self.max_tokens = max(self.max_tokens, max_tokens)
+        self.calls += calls
+        self.tokens += tokens
 
 
 class State:
@@ -61,7 +61,8 @@ class State:
         self._experts: Experts | None = None
         # The tensors that `_experts` was made from: kept, so that their addresses cannot come back as other weights'.
         self._sources: tuple[torch.Tensor, ...] = ()
-        self._fingerprint: tuple[tuple[int, int], ...] = ()
+        self._source_names: tuple[str, ...] = ()
+        self._fingerprint: list[tuple[int, int]] = []
         _states[self.handle] = self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -94,7 +95,7 @@ class State:
         A change is a new storage, a new device, or an in-place operation that autograd's version counter sees.
         """
         module = self.module
-        if self._experts is None or (not is_freed(module) and self._fingerprint != _fingerprint(module)):
+        if self._experts is None or (self._fingerprint != self._fingerprint_of(module) and not is_freed(module)):
             self._pack(module)
         experts = self._experts
         if experts is None:
@@ -123,7 +124,9 @@ class State:
 
     def record(self, path: str, num_tokens: int) -> None:
         """Count one call."""
-        self.stats.setdefault(path, PathStats()).merge(PathStats(1, num_tokens, num_tokens, num_tokens))
+        if path not in self.stats:
+            self.stats[path] = PathStats()
+        self.stats[path].add(1, num_tokens, num_tokens, num_tokens)
 
     def _pack(self, module: torch.nn.Module) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -135,8 +138,16 @@ class State:
         self._experts, self._sources = None, ()
         with torch.no_grad():
             self._experts = pack(module, self.format)
-        self._sources = tuple(tensor.detach() for tensor in _weights(module))
-        self._fingerprint = _fingerprint(module)
+        names = (*WEIGHT_NAMES, *BIAS_NAMES)
+        self._source_names = tuple(name for name in names if isinstance(getattr(module, name, None), torch.Tensor))
+        self._sources = tuple(getattr(module, name).detach() for name in self._source_names)
+        self._fingerprint = self._fingerprint_of(module)
+
+    def _fingerprint_of(self, module: torch.nn.Module) -> list[tuple[int, int]]:
+        """Address and version of each source as it is now. Runs at every call: keep it short."""
+        tensors = [getattr(module, name) for name in self._source_names]
+        # Inference tensors have no version; they cannot change outside inference mode.
+        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
 
 
 def state_of(module: torch.nn.Module) -> State:
@@ -171,13 +182,3 @@ def is_freed(module: torch.nn.Module) -> bool:
     """Whether the module's dense weights are gone."""
     weight = getattr(module, "gate_up_proj", None)
     return isinstance(weight, torch.Tensor) and weight.numel() == 0
-
-
-def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
-    tensors = [getattr(module, name, None) for name in (*WEIGHT_NAMES, *BIAS_NAMES)]
-    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-
-
-def _fingerprint(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
-    # Inference tensors have no version; they cannot change outside inference mode.
-    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in _weights(module))
