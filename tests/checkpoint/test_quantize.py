@@ -273,10 +273,13 @@ def test_progress_counts_every_tensor_and_expert(source: Path, tmp_path: Path) -
     assert seen == [(done, 7) for done in range(1, 8)]
 
 
-def test_new_directory_has_the_permissions_of_any_other(source: Path, tmp_path: Path) -> None:
+def test_directory_and_files_have_the_permissions_of_any_other(source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(source, tmp_path / "q", "mxfp8")
     (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "file").touch()
     assert (tmp_path / "q").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "q").iterdir()}
+    assert modes == dict.fromkeys(modes, (tmp_path / "plain" / "file").stat().st_mode)
 
 
 def test_bad_arguments_are_named(source: Path, tmp_path: Path) -> None:

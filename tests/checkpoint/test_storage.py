@@ -242,6 +242,36 @@ def test_stacked_fp8_blocks_that_straddle_gate_and_up_are_refused(tmp_path: Path
         checkpoint.load_experts(0)
 
 
+@pytest.mark.parametrize("format", ["fp8_channel", "mxfp8", "mxfp4"])
+def test_stacked_scales_of_rows_split_with_their_rows(tmp_path: Path, format: str) -> None:
+    expected = random_experts(format)
+    assert expected.w13.scale is not None
+    assert expected.w2.scale is not None
+    stem = "model.layers.0.mlp.experts."
+    tensors = {
+        f"{stem}gate_up_proj": expected.w13.data.flatten(1, 2),
+        f"{stem}gate_up_proj_scale": expected.w13.scale.flatten(1, 2),
+        f"{stem}down_proj": expected.w2.data,
+        f"{stem}down_proj_scale": expected.w2.scale,
+    }
+    assert_same_bits(load(tmp_path, tensors).load_experts(0), expected)
+
+
+def test_stacked_fp8_with_one_scale_a_matrix(tmp_path: Path) -> None:
+    expected = random_experts("fp8_channel")
+    stem = "model.layers.0.mlp.experts."
+    tensors = {
+        f"{stem}gate_up_proj": expected.w13.data.flatten(1, 2),
+        f"{stem}gate_up_proj_scale": torch.tensor([1.0, 2.0, 3.0]),
+        f"{stem}down_proj": expected.w2.data,
+        f"{stem}down_proj_scale": torch.tensor([[4.0], [5.0], [6.0]]),
+    }
+    w13, w2 = load(tmp_path, tensors).load_experts(0).dequantize(torch.float64)
+    for expert in range(E):
+        assert torch.equal(w13[expert], tensors[f"{stem}gate_up_proj"][expert].double() * (1 + expert))
+        assert torch.equal(w2[expert], tensors[f"{stem}down_proj"][expert].double() * (4 + expert))
+
+
 @pytest.mark.parametrize("target", ["bf16", "fp8_channel", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("source", ["fp8_block", "mxfp4"])
 def test_another_format_is_quantised_from_the_stored_values(tmp_path: Path, source: str, target: str) -> None:

@@ -72,9 +72,7 @@ def quantize_checkpoint(
         _copy_other_files(source, partial)
         config = json.dumps(_config(checkpoint.config, format), indent=2) + "\n"
         (partial / CONFIG_FILE).write_text(config, encoding="utf-8")
-        # mkdtemp makes a private directory; a checkpoint gets what the user's umask gives any new one.
-        partial.chmod(0o777 & ~_umask())
-        _sync(partial)
+        _finish_files(partial)
         _replace(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -199,7 +197,8 @@ def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ArgumentError(
-            f"quantize_checkpoint: target must not exist; {target} does. Choose another place, or overwrite it."
+            f"quantize_checkpoint: target must not exist; {target} does. Choose another place, or pass overwrite "
+            "(--overwrite)."
         )
     if target.is_symlink() or not target.is_dir() or not (target / CONFIG_FILE).is_file():
         raise ArgumentError(
@@ -226,9 +225,14 @@ def _replace(partial: Path, target: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _sync(directory: Path) -> None:
-    """Force files and directory to disk: a rename must not outlive a power cut that the contents do not."""
+def _finish_files(directory: Path) -> None:
+    """Give files and directory the permissions of any new one, and force them to disk.
+
+    mkdtemp and safetensors make theirs private. And a rename must not outlive a power cut that the contents do not.
+    """
+    mask = _umask()
     for path in (*directory.iterdir(), directory):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
