@@ -34,11 +34,12 @@ format: setup-test ## rewrite the sources to the style
 	@$(BIN)/python -m ruff check --fix
 	@$(BIN)/python -m ruff format
 
-bench: setup-test ## time one MoE layer; ARGS picks shape, format, batches
-	@$(BIN)/warpring bench $(ARGS)
+bench: setup-test ## measure the rows of README's table on this GPU, into bench/results
+	@$(BIN)/python bench/decode.py $(ARGS)
 
-tables: setup-test ## rewrite the tables and plots of README and docs from bench/results
+tables: setup-test ## write the tables and plots of README and docs from bench/results
 	@$(BIN)/python -m warpring.bench.tables
+	@$(BIN)/python bench/plots.py
 
 wheel: setup-test ## build dist/warpring-*.whl
 	@$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --quiet -w dist
