@@ -44,7 +44,7 @@ def _mx_with_policy(name: str, weight: torch.Tensor, policy: str) -> QuantizedTe
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "student"])
-def test_mxfp8_errs_a_tenth_less_than_the_floor_rule_and_never_saturates(distribution: str) -> None:
+def test_mxfp8_errs_less_than_the_floor_rule_and_never_saturates(distribution: str) -> None:
     weight = _weights(distribution)
     assert rms_error("mxfp8", weight) < 0.92 * _relative(_mx_with_policy("mxfp8", weight, "floor"), weight)
     scaled = weight.numpy() / scale_values(get_format("mxfp8").quantize(weight))
