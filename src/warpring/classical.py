@@ -116,8 +116,9 @@ def moe_classical(
         out. The same inputs give the same bits. On a CPU a token's bits do not depend on the rest of the batch.
 
     Arguments are not checked here; `warpring.decode.moe_decode` does that. Asynchronous on the current stream.
-    Temporaries, with R = num_tokens * topk + at most 15 rows per expert hit: R * (hidden + 2 * intermediate) BF16, then
-    R * 3 * intermediate FP32 at the worst, then (R + 2 * num_tokens * topk) * hidden BF16.
+    Temporaries, with R = num_tokens * topk and at most 15 rows more for each expert hit: the gathered and the gate/up
+    rows, R * (hidden + 2 * intermediate) BF16; around the activation 11 bytes for each of R * intermediate; the outputs
+    of the experts in both orders, (R + num_tokens * topk) * hidden BF16; and the weights, see `prepare`.
     """
     if out is None:
         out = torch.empty(x.shape[0], experts.hidden, dtype=torch.bfloat16, device=x.device)
@@ -245,8 +246,10 @@ class _Projection:
 
 def _grouped_gemm(rows: torch.Tensor, weights: _Projection, ends: torch.Tensor) -> torch.Tensor:
     """rows[group e] @ weights[e].T for every expert e; rows past ends[-1] are left unwritten."""
-    if rows.device.type != "cuda":
-        return _gemm_by_blocks(rows, weights, ends)
+    return (_gemm_by_blocks if rows.device.type == "cpu" else _gemm_by_library)(rows, weights, ends)
+
+
+def _gemm_by_library(rows: torch.Tensor, weights: _Projection, ends: torch.Tensor) -> torch.Tensor:
     dense = weights.all().mT
     if dense.shape[0] < _MAX_CUDA_GROUPS:
         return functional.grouped_mm(rows, dense, offs=ends)
@@ -258,7 +261,7 @@ def _grouped_gemm(rows: torch.Tensor, weights: _Projection, ends: torch.Tensor) 
 
 
 def _gemm_by_blocks(rows: torch.Tensor, weights: _Projection, ends: torch.Tensor) -> torch.Tensor:
-    """The grouped GEMM on a CPU. torch's own is a loop like this one, but with as many rows a call as the group has."""
+    """For a CPU. There torch's own grouped GEMM is a loop like this one, but with a whole group a call."""
     result = rows.new_empty(rows.shape[0], weights.num_rows)
     start = 0
     for expert, end in enumerate(map(int, ends)):
@@ -275,6 +278,6 @@ def _dequantize(stored: QuantizedTensor) -> torch.Tensor:
 
 
 def _chunks(num_rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, (_CUDA_ELEMENTS if device.type == "cuda" else _CPU_ELEMENTS) // cols)
+    step = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _CUDA_ELEMENTS) // cols)
     for start in range(0, num_rows, step):
         yield slice(start, start + step)
