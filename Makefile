@@ -20,10 +20,10 @@ demo: setup-demo ## write text with the trained model in examples/, through warp
 	@$(BIN)/warpring generate $(ARGS)
 
 test: lint ## style, types, and every test; GPU tests where a GPU is
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --timeout 300 $(ARGS)
 
 test-gpu: setup-test-gpu ## only the tests that need a GPU
-	@$(BIN)/python -m pytest -q -m "gpu or multi_gpu" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "gpu or multi_gpu" --timeout 300 $(ARGS)
 
 lint: setup-test ## style and types only
 	@$(BIN)/python -m ruff check

@@ -42,7 +42,10 @@ def make_inputs(
     seed: int = 0,
     device: str = "cpu",
 ) -> Inputs:
-    """A layer with weights of the usual scale (outputs of order 0.1 to 1) and a fresh routing, distinct experts a token."""
+    """A layer with weights of the usual scale (outputs of order 0.1 to 1) and a fresh routing.
+
+    The experts of a token are distinct.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:

@@ -40,12 +40,11 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.gate_fn not in ("silu", "gelu_tanh"):
-            raise ArgumentError(
-                f"Activation: gate_fn must be 'silu' or 'gelu_tanh'; got {self.gate_fn!r}."
-            )
+            raise ArgumentError(f"Activation: gate_fn must be 'silu' or 'gelu_tanh'; got {self.gate_fn!r}.")
         if self.gate_fn == "gelu_tanh" and self.alpha != 1.0:
             raise ArgumentError(
-                f"Activation: alpha belongs to gate_fn 'silu'; got alpha={self.alpha} with 'gelu_tanh'. Leave alpha at 1."
+                f"Activation: alpha belongs to gate_fn 'silu'; got alpha={self.alpha} with 'gelu_tanh'. "
+                "Leave alpha at 1."
             )
         if self.limit is not None and not self.limit > 0:
             raise ArgumentError(f"Activation: limit must be > 0 or None; got {self.limit}.")

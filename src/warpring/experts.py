@@ -139,12 +139,14 @@ def _check(experts: Experts) -> None:
     shapes = f"w13 {list(w13.shape)}, w2 {list(w2.shape)}"
     if len(w13.shape) != 4 or w13.shape[1] != 2 or len(w2.shape) != 3:
         raise ArgumentError(
-            f"Experts: w13 must be [num_experts, 2, intermediate, hidden] and w2 [num_experts, hidden, intermediate]; got {shapes}."
+            "Experts: w13 must be [num_experts, 2, intermediate, hidden] and w2 [num_experts, hidden, intermediate]; "
+            f"got {shapes}."
         )
     num_experts, _, intermediate, hidden = w13.shape
     if tuple(w2.shape) != (num_experts, hidden, intermediate):
         raise ArgumentError(
-            f"Experts: w2 must be [num_experts, hidden, intermediate] = {[num_experts, hidden, intermediate]} to fit w13; got {shapes}."
+            "Experts: w2 must be [num_experts, hidden, intermediate] = "
+            f"{[num_experts, hidden, intermediate]} to fit w13; got {shapes}."
         )
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ArgumentError(
