@@ -88,11 +88,13 @@ class LayerInputs:
     topk_weights: torch.Tensor
 
     def quantized(self, format: str) -> Experts:
+        """The experts in another format."""
         """The experts in `format`, quantised anew from bf16."""
         fmt = get_format(format)
         return replace(self.dense, w13=fmt.quantize(self.dense.w13.data), w2=fmt.quantize(self.dense.w2.data))
 
     def to(self, device: torch.device | str) -> LayerInputs:
+        """The same on another device."""
         """The same layer and batch on another device."""
         return LayerInputs(
             self.dense.to(device), self.x.to(device), self.topk_idx.to(device), self.topk_weights.to(device)
@@ -108,6 +110,7 @@ class Inputs:
     layers: tuple[LayerInputs, ...]
 
     def to(self, device: torch.device | str) -> Inputs:
+        """The same on another device."""
         """The same layers on another device."""
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 

@@ -29,10 +29,11 @@ examples
 """
 
 _LEGEND = """\
-factor: RMS error of the classical path / of this one, the least over the batches
-cos:    cosine > 0.999996 for every token; promised for warp and reference in layers of hidden 2048 and wider
-2^-9:   |diff| at most 0.001953; promised for both; n/a where outputs reach 1/2: BF16 is too coarse there
-both also promise an RMS relative error of at most 2^-8, one unit of BF16's rounding, in any layer"""
+factor  RMS error of the classical path / of this one, least over the batches
+cos     cosine > 0.999996 for every token; promised from hidden 2048 on
+2^-9    |diff| at most 0.001953; n/a where outputs reach 1/2: BF16 is too coarse
+Warp and reference promise both, and in any layer an RMS relative error of at
+most 2^-8, one unit of BF16's rounding. The classical path promises none."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -163,12 +164,11 @@ def make_record(result: Result, *, device: str, seed: int) -> dict[str, object]:
 
 def print_report(console: Console, results: Sequence[Result], *, each: bool) -> None:
     """A table for each kind of inputs, and below it what the errors say of the published factor."""
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     for inputs, model in dict.fromkeys((result.inputs, result.model) for result in results):
         ours = [result for result in results if (result.inputs, result.model) == (inputs, model)]
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         for name in ("format", "path"):
             table.add_column(name, no_wrap=True)
         for name in (
@@ -184,12 +184,11 @@ def print_report(console: Console, results: Sequence[Result], *, each: bool) -> 
             table.add_column(name, justify="right", no_wrap=True)
         for group in _groups(ours, each=each):
             table.add_row(*_cells(group))
-        console.print(f"{inputs} inputs, {model}: error against FP64 from the stored weights", highlight=False)
+        console.print(f"\n{inputs} inputs, {model}: error against FP64 from the stored weights", highlight=False)
         console.print(table)
         for line in _factors(ours):
             console.print(line, highlight=False)
-        console.print()
-    console.print(_LEGEND, highlight=False)
+    console.print(f"\n{_LEGEND}", highlight=False)
 
 
 def _groups(results: Sequence[Result], *, each: bool) -> list[list[Result]]:
@@ -236,12 +235,10 @@ def _factors(results: Sequence[Result]) -> list[str]:
     for path in dict.fromkeys(result.path for result in results if result.path != "classical"):
         ours = [result for result in results if result.path == path]
         factors = _span([result.error_factor_vs_classical for result in ours])
-        lines.append(f"{path} is closer to FP64 than the classical path by {factors} x.")
-        by_format = "; ".join(
-            f"{format} {_span([r.error_factor_dense for r in ours if r.format == format])}"
-            for format in dict.fromkeys(result.format for result in ours)
-        )
-        lines.append(f"  With the rounding of the weights counted as well (published: 1.4 x, MXFP8): {by_format}.")
+        lines.append(f"{path} is closer to FP64 than classical by a factor of {factors}.")
+        lines.append("With the rounding of the weights counted too (published, MXFP8: 1.4) by")
+        for format in dict.fromkeys(result.format for result in ours):
+            lines.append(f"  {format:<12}{_span([r.error_factor_dense for r in ours if r.format == format])}")
     return lines
 
 
