@@ -17,7 +17,7 @@ from transformers.integrations.moe import use_experts_implementation
 import warpring.integrations.transformers as wrt
 from warpring.activation import GELU_TANH, SILU, clipped_swiglu, gpt_oss_swiglu
 from warpring.errors import UnsupportedError
-from warpring.formats import get_format
+from warpring.formats import QuantizedTensor, get_format
 from warpring.integrations.transformers.gate import recognise_gate
 from warpring.integrations.transformers.layout import pack
 from warpring.reference import moe_exact
@@ -108,6 +108,25 @@ def test_named_format_quantises_the_dense_weights(format: str) -> None:
         want = get_format(format).quantize(weight)
         for a, b in zip(got.tensors(), want.tensors(), strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("low_codes", [0xFF, 0x33, 0x99], ids=["all", "up_to_1.5", "only_halves"])
+def test_values_that_came_from_mxfp4_pack_back_exactly(low_codes: int) -> None:
+    """A dequantised gpt-oss checkpoint loses nothing, whatever share of its range each block uses."""
+    module, _ = _make(13, cls=_Interleaved, is_transposed=True, is_concatenated=False)
+    fmt, generator = get_format("mxfp4"), torch.Generator().manual_seed(14)
+
+    def values(*shape: int) -> torch.Tensor:
+        codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=generator, dtype=torch.uint8)
+        scale = torch.randint(100, 140, (*shape[:-1], shape[-1] // 32), generator=generator, dtype=torch.uint8)
+        return fmt.dequantize(QuantizedTensor("mxfp4", shape, codes & low_codes, scale))
+
+    w13, w2 = values(E, 2, INTER, H), values(E, H, INTER)
+    module.gate_up_proj.data = w13.transpose(1, 2).flatten(1, 2).mT.bfloat16()
+    module.down_proj.data = w2.mT.bfloat16()
+    experts = pack(module, "mxfp4")
+    assert torch.equal(experts.dequantize()[0], w13.flatten(1, 2))
+    assert torch.equal(experts.dequantize()[1], w2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
