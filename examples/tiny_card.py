@@ -59,8 +59,8 @@ def _card(log: dict) -> str:
     return f"""# tiny-qwen3-moe
 
 A `Qwen3MoeForCausalLM` of {log["parameters"] / 1e6:.2f} M parameters in BF16, trained from scratch on Python's standard
-library: small enough to lie in a repository, trained enough that its router is as uneven as those of large models. It
-exists to run and to test MoE kernels on something real. What it writes looks like Python and means little.
+library: small enough to lie in a repository, and with a router that has learned to choose. It exists to run and to test
+MoE kernels on something real. What it writes looks like Python and means little.
 
 4 layers, hidden 160, 8 query and 2 key/value heads of 32, 32 experts of intermediate 96, top-4 renormalised, vocabulary
 {len(log["unigram_counts"])} (byte-level BPE), context 512, tied embeddings.

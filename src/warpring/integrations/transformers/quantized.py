@@ -15,7 +15,7 @@ from warpring.checkpoint.reader import CONFIG_FILE, OWN_METHOD, quantization_of
 from warpring.checkpoint.shards import read_json
 from warpring.errors import CheckpointError, UnsupportedError
 from warpring.experts import Experts
-from warpring.integrations.transformers.install import install_packed
+from warpring.integrations.transformers.install import Progress, install_packed
 
 
 def is_quantized_checkpoint(directory: str | os.PathLike[str]) -> bool:
@@ -33,6 +33,7 @@ def load_quantized(
     path: str = "auto",
     device: torch.device | str = "cpu",
     format: str | None = None,
+    progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Experts]]:
     """Load a checkpoint of `warpring quantize`: experts as they are stored, everything else in BF16.
 
@@ -41,6 +42,7 @@ def load_quantized(
         path: as in `install`.
         device: where the model and its experts go.
         format: quantise the stored experts once more, to this format; None keeps them bit by bit.
+        progress: called with (layers read, layers in all) after each layer.
 
     Returns:
         The model, and its packed experts by module name. As after `install(free=True)`, it has no dense expert weights.
@@ -58,7 +60,11 @@ def load_quantized(
     model = _empty_model(directory)
     names = {checkpoint.expert_prefix(layer).rstrip("."): layer for layer in checkpoint.moe_layers}
     _load_others(model, checkpoint, tuple(f"{name}." for name in names))
-    packed = {name: checkpoint.load_experts(layer, device, format) for name, layer in names.items()}
+    packed: dict[str, Experts] = {}
+    for name, layer in names.items():
+        packed[name] = checkpoint.load_experts(layer, device, format)
+        if progress is not None:
+            progress(len(packed), len(names))
     install_packed(model, packed, path=path)
     return model.to(torch.device(device)), packed
 
