@@ -43,7 +43,7 @@ def empty_experts(hidden: int, intermediate: int, format: str, activation=SILU) 
 def test_kernels_compile_without_spills(shape: tuple[int, int, int], format: str, arch: str) -> None:
     hidden, intermediate, topk = shape
     experts = empty_experts(hidden, intermediate, format)
-    for spec in kernel_specs(experts, topk, torch.int64):
+    for spec in kernel_specs(experts, topk, torch.int64).all():
         cubin = compile_kernel(spec, arch)
         assert cubin.code[:4] == b"\x7fELF"
         assert cubin.spill_bytes == 0
@@ -55,7 +55,7 @@ def test_index_type_and_gate_function_are_part_of_the_kernel() -> None:
     silu = kernel_specs(empty_experts(64, 64, "bf16"), 2, torch.int64)
     assert silu != kernel_specs(empty_experts(64, 64, "bf16"), 2, torch.int32)
     gelu = kernel_specs(empty_experts(64, 64, "bf16", GELU_TANH), 2, torch.int64)
-    assert silu[0] != gelu[0]
-    assert silu[1] == gelu[1]  # the down projection has no activation
-    for spec in gelu:
+    assert silu.gate_up != gelu.gate_up
+    assert silu.down_deep == gelu.down_deep  # the down projection has no activation
+    for spec in gelu.all():
         assert compile_kernel(spec, "sm_90a").spill_bytes == 0

@@ -74,7 +74,9 @@ def test_key_depends_on_source_headers_macros_and_arch(kernels: Path, compiles: 
     assert len(entries()) == 5
 
 
-@pytest.mark.parametrize("damage", [b"", b"junk", b"warpring-cubin-1\n{}\n", None], ids=["empty", "junk", "no-meta", "cut"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"junk", b"warpring-cubin-1\n{}\n", None], ids=["empty", "junk", "no-meta", "cut"]
+)
 def test_damaged_entry_is_compiled_again_with_a_warning(
     kernels: Path, compiles: list[str], damage: bytes | None
 ) -> None:

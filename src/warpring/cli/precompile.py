@@ -7,8 +7,14 @@ import re
 import sys
 import time
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from warpring.cli.bench import add_shape_arguments, parse_list
 from warpring.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from warpring.runtime.jit import KernelSpec
 
 _EXAMPLES = """\
 examples
@@ -56,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         (format, arch, spec)
         for format in formats
         for arch in architectures(args.arch)
-        for spec in kernel_specs(one_expert(shape, format), shape.topk, index_dtype)
+        for spec in kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all()
     ]
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
@@ -65,12 +71,20 @@ def run(args: argparse.Namespace) -> int:
             cubin = compile_kernel(spec, arch)
             progress.console.print(
                 f"{shape.name}  {format:<12}{arch:<9}{spec.entry:<26}{cubin.registers:>4} registers, "
-                f"{cubin.spill_bytes} bytes spilled  {time.perf_counter() - start:6.2f} s",
+                f"{cubin.spill_bytes} bytes spilled  {time.perf_counter() - start:6.2f} s  "
+                f"{distinction(spec, [other for _, _, other in work])}".rstrip(),
                 highlight=False,
                 soft_wrap=True,
             )
     print(f"kernel cache: {cache_dir()}")
     return 0
+
+
+def distinction(spec: KernelSpec, specs: Sequence[KernelSpec]) -> str:
+    """The macros in which `spec` differs from its namesakes of one format, e.g. "DOWN_BATCH=4"; often none."""
+    rivals = [set(other.macros) for other in specs if (other.entry, other.macros[0]) == (spec.entry, spec.macros[0])]
+    own = sorted(set(spec.macros) - set[tuple[str, str]].intersection(*rivals))
+    return " ".join(f"{name.removeprefix('WARPRING_')}={value}" for name, value in own)
 
 
 def architectures(text: str | None) -> list[str]:

@@ -47,6 +47,24 @@ __device__ __forceinline__ uint4 ld_activations(const void* gmem) {
     return v;
 }
 
+// Routing, likewise the previous kernel's output: coherent, and never moved across pdl_wait() (a `const __restrict__`
+// pointer would let the compiler do that).
+__device__ __forceinline__ int64_t ld_routing(const int32_t* gmem) {
+    int32_t v;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(gmem) : "memory");
+    return v;
+}
+__device__ __forceinline__ int64_t ld_routing(const int64_t* gmem) {
+    int64_t v;
+    asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(gmem) : "memory");
+    return v;
+}
+__device__ __forceinline__ float ld_routing(const float* gmem) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(gmem) : "memory");
+    return v;
+}
+
 // Programmatic dependent launch. pdl_wait() returns once every kernel before this one in the stream has completed
 // and its writes are visible; without the launch attribute it returns at once, the stream's order being enough.
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -55,10 +73,15 @@ __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;"
 // It publishes nothing: what this kernel writes is visible only behind the next kernel's pdl_wait().
 __device__ __forceinline__ void pdl_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Two E4M3 codes (low 16 bits) to two FP16 values, exact (FP16 holds every E4M3 value; NaN stays NaN).
-__device__ __forceinline__ uint32_t cvt_e4m3x2_f16x2(uint32_t codes) {
+// Two E4M3 codes, the low or the high 16 bits, to two FP16 values, exact (FP16 holds every E4M3 value; NaN stays NaN).
+__device__ __forceinline__ uint32_t cvt_e4m3x2_f16x2_low(uint32_t codes) {
     uint32_t halves;
-    asm("{ .reg .b16 t; cvt.u16.u32 t, %1; cvt.rn.f16x2.e4m3x2 %0, t; }" : "=r"(halves) : "r"(codes));
+    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(halves) : "r"(codes));
+    return halves;
+}
+__device__ __forceinline__ uint32_t cvt_e4m3x2_f16x2_high(uint32_t codes) {
+    uint32_t halves;
+    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, hi; }" : "=r"(halves) : "r"(codes));
     return halves;
 }
 

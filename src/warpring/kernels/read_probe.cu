@@ -9,10 +9,11 @@
 
 constexpr int kThreads = 256;
 constexpr int kInFlight = 8;
+constexpr int kCtasPerSm = 6;
 constexpr uint32_t kRare = 0x9e3779b9u;
 constexpr int64_t kTileVectors = kThreads * kInFlight;
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     read_probe(const uint4* gmem_data, int64_t num_tiles, uint32_t* gmem_sink) {
     uint32_t total = 0;
     for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {

@@ -8,6 +8,8 @@ of experts and tokens, strides and the activation's numbers are arguments.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -30,26 +32,56 @@ _POLICIES = {
 FORMATS = tuple(_POLICIES)
 
 
-def kernel_specs(experts: Experts, topk: int, index_dtype: torch.dtype) -> tuple[KernelSpec, KernelSpec]:
-    """(gate_up, down) for these experts, routed `topk` ways by ids of `index_dtype` (int32 or int64)."""
+#: 16-byte loads in flight a lane of the down kernel: deep for one token, when few warps run, shallow for more.
+#: The choice changes no bit of the result.
+_DOWN_BATCH = {"deep": 12, "shallow": 4}
+
+
+@dataclass(frozen=True)
+class WarpSpecs:
+    """The kernels of one layer."""
+
+    gate_up: KernelSpec
+    down_deep: KernelSpec
+    down_shallow: KernelSpec
+
+    def down(self, num_tokens: int) -> KernelSpec:
+        """The down kernel for a batch of `num_tokens`."""
+        return self.down_deep if num_tokens == 1 else self.down_shallow
+
+    def all(self) -> tuple[KernelSpec, ...]:
+        """Every kernel that some batch of this layer needs."""
+        return self.gate_up, self.down_deep, self.down_shallow
+
+
+@lru_cache(maxsize=1024)
+def _specs(format: str, hidden: int, intermediate: int, topk: int, index_dtype: torch.dtype, gate_fn: str) -> WarpSpecs:
     common = (
-        ("WARPRING_FORMAT", _POLICIES[experts.format]),
-        ("WARPRING_HIDDEN", str(experts.hidden)),
-        ("WARPRING_INTERMEDIATE", str(experts.intermediate)),
+        ("WARPRING_FORMAT", _POLICIES[format]),
+        ("WARPRING_HIDDEN", str(hidden)),
+        ("WARPRING_INTERMEDIATE", str(intermediate)),
         ("WARPRING_TOPK", str(topk)),
         ("WARPRING_INDEX", "int64_t" if index_dtype == torch.int64 else "int32_t"),
     )
-    gelu = (("WARPRING_GELU_TANH", ""),) if experts.activation.gate_fn == "gelu_tanh" else ()
-    return (
-        KernelSpec("warp_gate_up.cu", "moe_gate_up_3d_batched", common + gelu),
-        KernelSpec("warp_down.cu", "moe_down_3d_batched", common),
-    )
+    gelu = (("WARPRING_GELU_TANH", ""),) if gate_fn == "gelu_tanh" else ()
+
+    def down(depth: str) -> KernelSpec:
+        batch = (("WARPRING_DOWN_BATCH", str(_DOWN_BATCH[depth])),)
+        return KernelSpec("warp_down.cu", "moe_down_3d_batched", common + batch)
+
+    gate_up = KernelSpec("warp_gate_up.cu", "moe_gate_up_3d_batched", common + gelu)
+    return WarpSpecs(gate_up, down("deep"), down("shallow"))
+
+
+def kernel_specs(experts: Experts, topk: int, index_dtype: torch.dtype) -> WarpSpecs:
+    """The kernels for these experts, routed `topk` ways by ids of `index_dtype` (int32 or int64)."""
+    return _specs(experts.format, experts.hidden, experts.intermediate, topk, index_dtype, experts.activation.gate_fn)
 
 
 def precompile(experts: Experts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load both kernels, so that a later call can be captured."""
+    """Compile and load the layer's kernels, so that a later call can be captured."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    for spec in kernel_specs(experts, topk, index_dtype):
+    for spec in kernel_specs(experts, topk, index_dtype).all():
         load(spec, index)
 
 
@@ -71,7 +103,8 @@ def moe_warp(
     limit = math.inf if act.limit is None else act.limit
     with torch.cuda.device(device_index):
         stream = torch.cuda.current_stream()
-        gate_up, down = (load(spec, device_index) for spec in kernel_specs(experts, topk, topk_idx.dtype))
+        specs = kernel_specs(experts, topk, topk_idx.dtype)
+        gate_up, down = load(specs.gate_up, device_index), load(specs.down(num_tokens), device_index)
         with scratch(num_tokens * topk * experts.intermediate * 2, x.device, stream) as buffer:
             launch(
                 gate_up,

@@ -25,15 +25,36 @@ __device__ __forceinline__ constexpr int64_t row_bytes(int cols) { return int64_
 // Sum over the warp; every lane gets it. The order is fixed, so the bits are (W5).
 __device__ __forceinline__ float butterfly_sum(float v) {
 #pragma unroll
-    for (int mask = 16; mask > 0; mask >>= 1) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    for (int mask = kLanes / 2; mask > 0; mask >>= 1) v += __shfl_xor_sync(0xffffffffu, v, mask);
     return v;
 }
 
-__device__ __forceinline__ void load_x(uint4 (&x)[kXPieces], const uint16_t* gmem_row, int chunk) {
-    const uint16_t* p = gmem_row + chunk * Format::kWeightsPerChunk;
+// Two sums in one butterfly: after the first exchange the lower half of the warp holds `a`, the upper half `b`.
+__device__ __forceinline__ void butterfly_sum(float& a, float& b) {
+    const bool upper = threadIdx.x & (kLanes / 2);
+    float v = (upper ? b : a) + __shfl_xor_sync(0xffffffffu, upper ? a : b, kLanes / 2);
 #pragma unroll
-    for (int i = 0; i < kXPieces; ++i) x[i] = ld_activations(p + 8 * i);
+    for (int mask = kLanes / 4; mask > 0; mask >>= 1) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    const float other = __shfl_xor_sync(0xffffffffu, v, kLanes / 2);
+    a = upper ? other : v;
+    b = upper ? v : other;
 }
+
+// Where a lane reads its pieces of activations, in its rotated order: one address a piece, so that the chunks of a row
+// are at constant offsets from them.
+struct Pieces {
+    const uint16_t* gmem[kXPieces];
+
+    __device__ __forceinline__ Pieces(const uint16_t* gmem_row, int chunk, int rotation) {
+#pragma unroll
+        for (int i = 0; i < kXPieces; ++i)
+            gmem[i] = gmem_row + chunk * Format::kWeightsPerChunk + 8 * ((i + rotation) % kXPieces);
+    }
+    __device__ __forceinline__ void load(uint4 (&x)[kXPieces], int chunks_on) const {
+#pragma unroll
+        for (int i = 0; i < kXPieces; ++i) x[i] = ld_activations(gmem[i] + chunks_on * Format::kWeightsPerChunk);
+    }
+};
 
 // An id outside [0, num_experts) names no expert: -1 is an unused slot, anything else is skipped all the same.
 __device__ __forceinline__ bool is_expert(int64_t id, int num_experts) {

@@ -12,13 +12,8 @@
 
 constexpr int kChunks = kHidden / Format::kWeightsPerChunk;
 constexpr int kSteps = ceil_div(kChunks, kLanes);
-#ifndef GU_BATCH
-#define GU_BATCH 4
-#endif
-#ifndef GU_MIN
-#define GU_MIN 2
-#endif
-constexpr int kBatch = kSteps < GU_BATCH ? kSteps : GU_BATCH;  // chunks of each row in flight a lane: 2 x 4 x 16 bytes
+constexpr int kBatch = kSteps < 4 ? kSteps : 4;  // chunks of each row in flight a lane: 2 x 4 x 16 bytes
+constexpr int kMinCtas = 3;                      // per SM: at most 80 registers
 
 struct Row {
     const uint8_t* gmem_codes;
@@ -31,23 +26,26 @@ __device__ __forceinline__ Row row_of(const uint8_t* gmem_w13, const uint8_t* gm
                 Format::scale_offset(neuron, kHidden)};
 }
 
-extern "C" __global__ void __launch_bounds__(kWarps * kLanes, GU_MIN)
-moe_gate_up_3d_batched(const uint16_t* __restrict__ gmem_x, int64_t x_stride, const Index* __restrict__ gmem_topk_idx,
-                       int64_t idx_stride, const uint8_t* __restrict__ gmem_w13, const uint8_t* __restrict__ gmem_scale,
+extern "C" __global__ void __launch_bounds__(kWarps * kLanes, kMinCtas)
+moe_gate_up_3d_batched(const uint16_t* gmem_x, int64_t x_stride, const Index* gmem_topk_idx, int64_t idx_stride,
+                       const uint8_t* __restrict__ gmem_w13, const uint8_t* __restrict__ gmem_scale,
                        const float* __restrict__ gmem_global, const float* __restrict__ gmem_bias, int32_t num_experts,
-                       float alpha, float limit, float up_offset, uint16_t* __restrict__ gmem_act) {
+                       float alpha, float limit, float up_offset, uint16_t* gmem_act) {
     const int lane = threadIdx.x % kLanes;
+    const int turn = rotation<kXPieces>(lane);
     const int neuron = blockIdx.y * kWarps + threadIdx.x / kLanes;
     const int64_t pair = blockIdx.x;
     const int64_t token = pair / kTopk;
     const int slot = pair % kTopk;
 
+    // The down kernel reads topk_idx and topk_weights before its own wait, so it may start only once they are complete:
+    // the release comes after the wait, never before.
     pdl_wait();
     pdl_launch_dependents();
-    const int64_t expert = gmem_topk_idx[token * idx_stride + slot];
+    const int64_t expert = ld_routing(gmem_topk_idx + token * idx_stride + slot);
     if (!is_expert(expert, num_experts)) return;
 
-    const uint16_t* x_row = gmem_x + token * x_stride;
+    const Pieces x_pieces(gmem_x + token * x_stride, lane, turn);
     const Row gate = row_of(gmem_w13, gmem_scale, expert * 2, neuron);
     const Row up = row_of(gmem_w13, gmem_scale, expert * 2 + 1, neuron);
 
@@ -71,15 +69,16 @@ moe_gate_up_3d_batched(const uint16_t* __restrict__ gmem_x, int64_t x_stride, co
             const int chunk = (step + b) * kLanes + lane;
             if (chunk < kChunks) {
                 uint4 x[kXPieces];
-                load_x(x, x_row, chunk);
-                gate_sum += Format::dot(w_gate[b], x, s_gate[b]);
-                up_sum += Format::dot(w_up[b], x, s_up[b]);
+                x_pieces.load(x, (step + b) * kLanes);
+                gate_sum += Format::dot(w_gate[b], x, s_gate[b], turn);
+                up_sum += Format::dot(w_up[b], x, s_up[b], turn);
             }
         }
     }
-    gate_sum = butterfly_sum(gate_sum) * Format::matrix_scale(gmem_global + expert * 2);
-    up_sum = butterfly_sum(up_sum) * Format::matrix_scale(gmem_global + expert * 2 + 1);
+    butterfly_sum(gate_sum, up_sum);
     if (lane == 0) {
+        gate_sum *= Format::matrix_scale(gmem_global + expert * 2);
+        up_sum *= Format::matrix_scale(gmem_global + expert * 2 + 1);
         if (gmem_bias != nullptr) {
             gate_sum += gmem_bias[expert * 2 * kIntermediate + neuron];
             up_sum += gmem_bias[(expert * 2 + 1) * kIntermediate + neuron];

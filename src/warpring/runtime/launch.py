@@ -67,7 +67,9 @@ def _launch_function() -> Any:
     return launch
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], block: int, args: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, int, int], block: int, args: tuple[Any, ...], stream: torch.cuda.Stream
+) -> None:
     """Launch with programmatic dependent launch. `args` are ctypes scalars, or ints for pointers and 64-bit sizes."""
     _launch_function()(_stream(stream.cuda_stream), _config(grid, block), kernel, *args)
 
