@@ -147,10 +147,29 @@ def test_weight_products_of_power_of_two_scales_are_exact_in_bf16() -> None:
         assert torch.equal(dense.w2.double(), exact[1])
 
 
-def test_activations_take_the_formats_own_mxfp8_round_trip() -> None:
-    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(10)) * torch.logspace(-6, 6, 96)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_take_the_mxfp8_formats_values(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(10)
     mxfp8 = FORMATS["mxfp8"]
+    # Every exponent down to where BF16's own subnormals would round, and blocks whose largest value sits at the edges
+    # of a scale: 448 times a power of two, its neighbours, 0.
+    random = torch.randn(200, 96, generator=generator) * torch.logspace(-30, 30, 200)[:, None]
+    edges = torch.zeros(6, 96)
+    edges[:, 5] = torch.tensor([448.0, 449.0, 446.0, 0.875, 0.876, 0.0])
+    edges[:5, 6:32] = torch.rand(5, 26, generator=generator) * 0.8
+    x = torch.cat([random, edges, edges.roll(40, 1) * 2.0**-100]).to(dtype)
     assert torch.equal(quantize_activations(x).double(), mxfp8.dequantize(mxfp8.quantize(x), torch.float64))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_nan_or_inf_stays_in_its_block_and_does_not_pass_for_a_number(bad: float) -> None:
+    x = torch.ones(2, 64)
+    x[0, 7] = bad
+    y = quantize_activations(x)
+    assert not y[0, 7].abs() < 1e38
+    assert torch.equal(y[0, :7].isnan(), torch.full((7,), bad != bad))
+    assert torch.equal(y[0, 32:], torch.ones(32, dtype=torch.bfloat16))
+    assert torch.equal(y[1], torch.ones(64, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 64, 519])

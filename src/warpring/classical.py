@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div, get_format
+from warpring.formats.mx import MX_BLOCK
 
 #: Rows that an expert's group is padded to a multiple of. On a CPU each GEMM call takes exactly so many rows:
 #: the library then sums every row in one order, whatever the batch (with other counts it may choose another).
@@ -154,10 +155,19 @@ def pad(topk_idx: torch.Tensor, num_experts: int) -> Groups:
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:
-    """Stage 2: [rows, cols] of any float dtype to MXFP8 and back, as BF16 (which holds every such value)."""
-    mxfp8 = get_format("mxfp8")
-    # One matrix a row: the format bounds its temporaries by cutting between matrices.
-    return mxfp8.dequantize(mxfp8.quantize(x[:, None]), torch.bfloat16)[:, 0]
+    """Stage 2: [rows, cols] of any float dtype to MXFP8 and back, as BF16 (which holds every such value).
+
+    The values are those of `get_format("mxfp8")`, which takes five times as many launches: it stores scales and treats
+    NaN and Inf element by element. Here NaN makes its block NaN, and beside Inf the block's finite values become 0.
+    """
+    blocks = x.unflatten(1, (-1, MX_BLOCK))
+    amax = torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
+    # The smallest power of two, 2^-126 at least, with amax <= 448 * scale. 448 is 1.75 * 2^8: a larger fraction than
+    # 0.75 carries into the exponent, from which 8 are then taken.
+    exponent = ((amax.view(torch.int32) + 0x1FFFFF) & 0x7F800000).clamp_(min=9 << 23).sub_(8 << 23)
+    scale = exponent.view(torch.float32)
+    codes = (blocks / scale).to(torch.float8_e4m3fn)
+    return codes.bfloat16().mul_(scale.bfloat16()).flatten(1)
 
 
 def gather(x: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -211,7 +221,7 @@ def combine(
     weights = topk_weights.float().masked_fill(unused, 0)
     y = torch.zeros(out.shape, device=out.device)
     for slot in range(topk_idx.shape[1]):
-        row = slots[:, slot].float()
+        row = slots[:, slot]
         if experts.w2_bias is not None:
             expert = topk_idx[:, slot].clamp(0, experts.num_experts - 1)
             row = (row + experts.w2_bias[expert]).masked_fill_(unused[:, slot, None], 0)
