@@ -158,7 +158,7 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
     """Stage 2: [rows, cols] of any float dtype to MXFP8 and back, as BF16 (which holds every such value).
 
     The values are those of `get_format("mxfp8")`, which takes five times as many launches: it stores scales and treats
-    NaN and Inf element by element. Here NaN makes its block NaN, and beside Inf the block's finite values become 0.
+    NaN and Inf element by element. Here they stay, but the finite values of their block are lost.
     """
     blocks = x.unflatten(1, (-1, MX_BLOCK))
     amax = torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
