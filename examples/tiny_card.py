@@ -47,10 +47,11 @@ def write(out: Path, log: dict) -> None:
     """Write `training_log.json` and `README.md` into `out`."""
     lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in log.items())
     (out / "training_log.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    (out / "README.md").write_text(_card(log), encoding="utf-8")
+    (out / "README.md").write_text(card(log), encoding="utf-8")
 
 
-def _card(log: dict) -> str:
+def card(log: dict) -> str:
+    """The model card in Markdown."""
     where = log["gpu"] or "CPU"
     loss, unigram = log["held_out_loss"], log["held_out_unigram_loss"]
     seen = f"{log['tokens_seen'] / 1e6:.1f} M tokens seen ({log['tokens_seen'] / log['training_tokens']:.1f} epochs)"

@@ -124,14 +124,19 @@ def losses(model: Qwen3MoeForCausalLM, batch: torch.Tensor) -> tuple[torch.Tenso
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=batch.is_cuda):
         out = model(input_ids=batch[:, :-1], use_cache=False, output_router_logits=True)
     cross_entropy = F.cross_entropy(out.logits.float().flatten(0, 1), batch[:, 1:].flatten())
-    topk, num_experts = model.config.num_experts_per_tok, model.config.num_experts
-    balance = []
-    for router_logits in out.router_logits:
-        probabilities = router_logits.float().softmax(-1)
-        chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(topk).indices, 1.0 / topk)
-        # 1 when the layer's load is even; grows as load and probability gather on few experts.
-        balance.append(num_experts * (chosen.mean(0) * probabilities.mean(0)).sum())
+    balance = [balance_loss(router_logits, model.config.num_experts_per_tok) for router_logits in out.router_logits]
     return cross_entropy, torch.stack(balance).mean()
+
+
+def balance_loss(router_logits: torch.Tensor, topk: int) -> torch.Tensor:
+    """1 where a layer's load is even; grows as load and probability gather on few experts.
+
+    Args:
+        router_logits: [num_tokens, num_experts].
+    """
+    probabilities = router_logits.float().softmax(-1)
+    chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(topk).indices, 1.0 / topk)
+    return probabilities.shape[1] * (chosen.mean(0) * probabilities.mean(0)).sum()
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -216,7 +217,7 @@ def _from_files(factory: Any, directory: Path, **options: Any) -> Any:
     """`factory.from_pretrained` without the network; its many kinds of complaint as one of ours."""
     try:
         return factory.from_pretrained(directory, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"generate: {directory}: transformers cannot load it: {error}") from error
 
 

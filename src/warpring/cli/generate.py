@@ -77,11 +77,13 @@ def run(args: Namespace) -> int:
     loaded = _load(args, console)
     from warpring.generation import generate
 
-    def emit(piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+    waiting = [args.prompt]  # shown with the first new text: a refused request leaves stdout empty
 
-    emit(args.prompt)
+    def emit(piece: str) -> None:
+        sys.stdout.write("".join([*waiting, piece]))
+        sys.stdout.flush()
+        waiting.clear()
+
     generation = generate(
         loaded,
         args.prompt,
