@@ -82,10 +82,11 @@ class LayerBench:
         on_stage("read peak")
         peak_gbs = read_peak_gbs(self.device)
         sets: list[Experts] = []
+        reserve = (1 - MEMORY_SHARE) * free_bytes(self.device)
         for num_tokens in batches:
             layers = self._layers(num_tokens)
             on_stage(f"weights of {len(layers)} layers")
-            self._grow(sets, len(layers), paths)
+            self._grow(sets, len(layers), paths, reserve)
             on_stage(f"B={num_tokens}")
             yield self._measure(num_tokens, layers, sets, paths, peak_gbs)
 
@@ -103,28 +104,24 @@ class LayerBench:
             count += 1
         return [routing.to(self.device) for routing in routings[:count]]
 
-    def _grow(self, sets: list[Experts], wanted: int, paths: Sequence[str]) -> None:
-        """Add weight sets until there are `wanted`, or memory holds no more; each has served every path once."""
-        layer_bytes = self.shape.num_experts * one_expert(self.shape, self.format).nbytes
+    def _grow(self, sets: list[Experts], wanted: int, paths: Sequence[str], reserve: float) -> None:
+        """Add weight sets until there are `wanted`, or less than `reserve` bytes would stay free."""
+        set_bytes = self.shape.num_experts * one_expert(self.shape, self.format).nbytes
+        if "classical" in paths and self.format != "bf16":
+            set_bytes += self.shape.num_experts * one_expert(self.shape, "bf16").nbytes
         while len(sets) < wanted:
-            before = free_bytes(self.device)
-            if not sets and layer_bytes > MEMORY_SHARE * before:
+            free = free_bytes(self.device)
+            if free - set_bytes < reserve:
+                if sets:
+                    return
                 raise ArgumentError(
-                    f"LayerBench.run: a layer {self.shape.size} in {self.format} needs {layer_bytes / 1e9:.1f} GB, "
-                    f"and {self.device} has {before / 1e9:.1f} GB free. "
-                    "Take a narrower format or fewer experts."
+                    f"LayerBench.run: a layer {self.shape.size} in {self.format} needs {set_bytes / 1e9:.1f} GB, "
+                    f"and {self.device} has {free / 1e9:.1f} GB free. Take a narrower format or fewer experts."
                 )
             experts = random_experts(self.shape, self.format, self.device, seed=self.seed + len(sets))
             if "classical" in paths:
                 prepare(experts)
-            x = torch.zeros(1, self.shape.hidden, dtype=torch.bfloat16, device=self.device)
-            routing = make_routing(self.shape, 1, seed=self.seed).to(self.device)
-            for path in paths:
-                moe_decode(x, experts, routing.topk_idx, routing.topk_weights, path=path)
             sets.append(experts)
-            after = free_bytes(self.device)
-            if after - max(before - after, experts.nbytes) < (1 - MEMORY_SHARE) * (after + experts.nbytes):
-                return
 
     def _measure(
         self, num_tokens: int, layers: list[Routing], sets: list[Experts], paths: Sequence[str], peak_gbs: float

@@ -36,7 +36,7 @@ def percentiles(samples_us: Sequence[float]) -> Timing:
     if not samples_us:
         raise ArgumentError("percentiles: needs at least one sample; got none. Ask for repeats >= 1.")
     cuts = statistics.quantiles(samples_us, n=10, method="inclusive") if len(samples_us) > 1 else [samples_us[0]] * 9
-    return Timing(*(round(cuts[i], 3) for i in (0, 4, 8)), len(samples_us))
+    return Timing(round(cuts[0], 3), round(cuts[4], 3), round(cuts[8], 3), len(samples_us))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -50,9 +49,9 @@ def build_parser() -> Parser:
         prog="warpring",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=16),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=20),
     )
-    parser.add_argument("--version", action="version", version=f"warpring {_version()}")
+    parser.add_argument("--version", action="version", version=f"warpring {version()}")
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name in COMMANDS:
@@ -93,8 +92,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("warpring")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+def version() -> str:
+    """The version of this package, installed or not; read from the module, which is above this one in the layers."""
+    return sys.modules["warpring"].__version__

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from warpring.cli import version
 from warpring.errors import UnsupportedError, WarpringError
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ def facts() -> Iterator[tuple[str, str]]:
 
     from warpring.bench.records import commit, driver_version
 
-    yield "warpring", f"{_version('warpring') or 'not installed, run from source'} (commit {commit()})"
+    yield (
+        "warpring",
+        f"{version()}{'' if _version('warpring') else ', not installed, run from source'} (commit {commit()})",
+    )
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
     yield "torch", f"{torch.__version__} ({build}){_too_old(torch.__version__, LEAST_TORCH)}"

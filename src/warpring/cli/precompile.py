@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 import time
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
