@@ -4,9 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Options for the command behind a target: make demo ARGS="--format mxfp4", make test ARGS="-k formats"
 ARGS ?=
-# pytest workers; one thread each, so that they do not fight over the cores
+# pytest workers
 WORKERS ?= 2
+# The example's matrices are small and pytest has workers: more threads would only wait for each other.
+export OMP_NUM_THREADS ?= 1
 
+# The set-up leaves byte code to the first import; where nothing may be written, every run would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -20,7 +24,7 @@ demo: setup-demo ## write text with the trained model in examples/, through warp
 	@$(BIN)/warpring generate $(ARGS)
 
 test: lint ## style, types, and every test; GPU tests where a GPU is
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --timeout 300 $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 300 $(ARGS)
 
 test-gpu: setup-test-gpu ## only the tests that need a GPU
 	@$(BIN)/python -m pytest -q -m "gpu or multi_gpu" --timeout 300 $(ARGS)
