@@ -51,7 +51,7 @@ def build_parser() -> Parser:
         epilog=_EXAMPLES,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=20),
     )
-    parser.add_argument("--version", action="version", version=f"warpring {version()}")
+    parser.add_argument("-V", "--version", action="version", version=f"warpring {version()}")
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name in COMMANDS:
