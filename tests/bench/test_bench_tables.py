@@ -119,6 +119,25 @@ def test_accuracy_shows_the_worst_of_all_batches() -> None:
     assert found["bf16", "warp"][0] == NOT_MEASURED
 
 
+def test_accuracy_overview_puts_the_worst_of_both_paths_in_a_row_a_format() -> None:
+    records = [
+        accuracy("reference", error_factor_vs_classical=9.0, cosine_min=0.999),
+        accuracy("reference", inputs="synthetic", model="h64xi32xe4xk2", error_factor_vs_classical=7.5),
+        accuracy("classical", cosine_min=0.98, rms_rel_error=0.03),
+    ]
+    table = TABLES["accuracy-overview"](records)
+    found = {row[0]: row[1:] for row in rows(table)}
+    assert table.startswith("| format | reference: cosine, min |")
+    assert found["mxfp8"] == ["0.9990000", "2.00e-03", "0.9800000", "3.00e-02", "7.50"]
+    assert found["bf16"] == [NOT_MEASURED, "-", NOT_MEASURED, "-", "-"]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "accuracy-overview"])
+def test_accuracy_on_a_gpu_replaces_that_on_a_cpu(name: str) -> None:
+    on_gpu = {k: v for k, v in accuracy("warp", **GPU).items() if k not in ("cpu", "python")}
+    assert TABLES[name]([accuracy("reference"), accuracy("classical"), on_gpu]) == TABLES[name]([on_gpu])
+
+
 def test_perplexity_is_compared_with_bf16() -> None:
     found = {
         row[1]: row[3:] for row in rows(TABLES["perplexity"]([perplexity("bf16", 16.0), perplexity("mxfp4", 16.8)]))

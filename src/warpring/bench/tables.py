@@ -59,6 +59,15 @@ def provenance(records: Sequence[Record]) -> str:
     return f"\nMeasured on {'; '.join(parts)}.\n"
 
 
+def on_latest_gpu(records: Sequence[Record]) -> list[Record]:
+    """Those of the GPU that was measured last; all of them where none is of a GPU."""
+    gpus = [rec for rec in records if "gpu" in rec]
+    if not gpus:
+        return list(records)
+    last = max(gpus, key=lambda rec: rec["date"])["gpu"]
+    return [rec for rec in gpus if rec["gpu"] == last]
+
+
 def decode_records(records: Sequence[Record], formats: Sequence[str]) -> dict[tuple[str, str, int], Record]:
     """(format, path, batch) -> newest record on the GPU that was measured last."""
     ours = [
@@ -67,9 +76,7 @@ def decode_records(records: Sequence[Record], formats: Sequence[str]) -> dict[tu
         if rec["bench"] == "decode" and "gpu" in rec and "path" in rec and rec["model"] == DECODE_MODEL
         and rec["routing"] == "uniform" and rec["format"] in formats and rec["num_tokens"] in BATCHES
     ]  # fmt: skip
-    if ours:
-        gpu = max(ours, key=lambda rec: rec["date"])["gpu"]
-        ours = [rec for rec in ours if rec["gpu"] == gpu]
+    ours = on_latest_gpu(ours)
     latest = newest(ours, ("format", "path", "num_tokens"))
     return {(rec["format"], rec["path"], rec["num_tokens"]): rec for rec in latest}
 
@@ -141,9 +148,39 @@ def _detail_cells(rec: Record) -> list[str]:
 _ACCURACY_KEYS = ("model", "inputs", "format", "path", "num_tokens")
 
 
+def accuracy_records(records: Sequence[Record]) -> list[Record]:
+    """The newest record of each point, on the GPU that was measured last, or on CPUs where none was."""
+    return newest(on_latest_gpu([rec for rec in records if rec["bench"] == "accuracy"]), _ACCURACY_KEYS)
+
+
+def accuracy_overview(records: Sequence[Record]) -> str:
+    """A row a format: the worst of all inputs and batches, warp decode (on a CPU its reference) beside classical."""
+    found = accuracy_records(records)
+    ours = "warp" if any(rec["path"] == "warp" for rec in found) else "reference"
+    rows: list[list[str]] = []
+    used: list[Record] = []
+    for format in FORMATS:
+        cells: list[str] = []
+        for path in (ours, "classical"):
+            recs = [rec for rec in found if (rec["format"], rec["path"]) == (format, path)]
+            used += recs
+            _, cosine, _, rms, factor = _worst(recs) if recs else ["", NOT_MEASURED, "", DASH, DASH]
+            cells += [cosine, rms, factor] if path == ours else [cosine, rms]
+        rows.append([format, *cells[:2], *cells[3:], cells[2]])
+    header = (
+        "format",
+        f"{ours}: cosine, min",
+        "RMS rel. error",
+        "classical: cosine, min",
+        "RMS rel. error",
+        "classical error ÷ ours, min",
+    )
+    return markdown(header, rows) + provenance(used)
+
+
 def accuracy(records: Sequence[Record]) -> str:
     """Worst over all batches, for each kind of input, format and path."""
-    ours = newest((rec for rec in records if rec["bench"] == "accuracy"), _ACCURACY_KEYS)
+    ours = accuracy_records(records)
     groups: dict[tuple[str, str, str, str], list[Record]] = {}
     for rec in ours:
         groups.setdefault((rec["inputs"], rec["model"], rec["format"], rec["path"]), []).append(rec)
@@ -205,6 +242,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "decode": decode_overview,
     **{f"decode-{format}": decode_detail(format) for format in FORMATS},
     "accuracy": accuracy,
+    "accuracy-overview": accuracy_overview,
     "perplexity": perplexity,
 }
 
