@@ -114,13 +114,16 @@ def load(
             f"generate: {directory} must be a checkpoint directory; found no config.json in it. "
             "Name a directory that holds config.json, safetensors and a tokenizer."
         )
+    tokenizer = _from_files(AutoTokenizer, directory)
+    # Without its files, transformers makes an empty tokenizer that turns every text into nothing.
+    if not tokenizer("a", add_special_tokens=False).input_ids:
+        raise CheckpointError(f"generate: {directory} has no tokenizer that knows any text. Copy its files there.")
     if is_quantized_checkpoint(directory):
         model, experts = load_quantized(directory, path=path, device=device, format=format, progress=progress)
     else:
         model = _from_files(AutoModelForCausalLM, directory, dtype=torch.bfloat16).to(device)
         experts = install(model, format=format or DEFAULT_FORMAT, path=path, free=True, progress=progress)
-    model.eval()
-    return Loaded(model, _from_files(AutoTokenizer, directory), experts)
+    return Loaded(model.eval(), tokenizer, experts)
 
 
 def generate(
