@@ -17,7 +17,7 @@ class ProgramOptions:
 
 class KernelAttributes:
     @property
-    def local_size_bytes(self) -> int: ...
+    def num_regs(self) -> int: ...
 
 class Kernel:
     @property

@@ -80,7 +80,9 @@ def kernel_specs(experts: Experts, topk: int, index_dtype: torch.dtype) -> WarpS
 
 def precompile(experts: Experts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the layer's kernels, so that a later call can be captured."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    # torch's stub calls the index an int; in torch.device("cuda") it is None.
+    unnumbered = device.index is None  # pyright: ignore[reportUnnecessaryComparison]
+    index = torch.cuda.current_device() if unnumbered else device.index
     for spec in kernel_specs(experts, topk, index_dtype).all():
         load(spec, index)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from warpring.errors import CompileError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 KERNEL_DIR = Path(__file__).parent.parent / "kernels"
 _SCHEMA = b"warpring-cubin-1\n"
@@ -202,7 +202,7 @@ def _write(path: Path, cubin: Cubin) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None]:
     """Hold the key's lock file, where the folder can be written at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ graph's own memory pool: a graph may be replayed on any stream, beside eager cal
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ _buffers: dict[tuple[int, int], torch.Tensor] = {}
 
 
 @contextmanager
-def scratch(num_bytes: int, device: torch.device, stream: torch.cuda.Stream) -> Iterator[torch.Tensor]:
+def scratch(num_bytes: int, device: torch.device, stream: torch.cuda.Stream) -> Generator[torch.Tensor]:
     """A uint8 buffer of at least `num_bytes`, ours for the launches made inside the `with` block."""
     if torch.cuda.is_current_stream_capturing():
         yield torch.empty(num_bytes, dtype=torch.uint8, device=device)
