@@ -127,6 +127,15 @@ def test_one_expert_has_no_memory_and_the_layer_s_kernels() -> None:
     assert expert.activation == MODELS["gpt-oss-20b"].activation
 
 
+@pytest.mark.parametrize("format", sorted(FORMATS))
+def test_one_expert_has_the_tensors_of_a_real_one(format: str) -> None:
+    shape = replace(TINY, num_experts=1, topk=1, hidden=160, has_bias=True)
+    real, empty = random_experts(shape, format, "cpu", seed=0), one_expert(shape, format)
+    for mine, theirs in ((empty.w13, real.w13), (empty.w2, real.w2)):
+        assert mine.shape == theirs.shape
+        assert [(t.shape, t.dtype) for t in mine.tensors()] == [(t.shape, t.dtype) for t in theirs.tensors()]
+
+
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "recorded"])
 def test_routing_is_distinct_in_range_normalised_and_repeatable(kind: str) -> None:
     load = [5.0, 0.0, 1.0]

@@ -19,7 +19,7 @@ import torch
 from warpring.bench.shapes import LayerShape
 from warpring.errors import ArgumentError
 from warpring.experts import Experts
-from warpring.formats import QuantizedTensor
+from warpring.formats import QuantizedTensor, get_format
 
 #: Experts that are drawn; the others of the layer repeat them.
 NUM_DRAWN = 4
@@ -65,17 +65,28 @@ def random_experts(shape: LayerShape, format: str, device: torch.device | str, s
 
 def one_expert(shape: LayerShape, format: str) -> Experts:
     """A layer of `shape` with one expert and no memory behind it (device "meta"): for sizes and kernel choice."""
+    fmt = get_format(format)
+    sample = fmt.quantize(torch.zeros(1, 32, 32))
 
-    def empty(*size: int) -> torch.Tensor:
-        return torch.empty(size, device="meta")
+    def stored(*sizes: int) -> QuantizedTensor:
+        logical = (1, *sizes)
+        scale_shape = fmt.scale_shape(logical)
+        return QuantizedTensor(
+            format=format,
+            shape=logical,
+            data=torch.empty(fmt.data_shape(logical), dtype=sample.data.dtype, device="meta"),
+            scale=None
+            if sample.scale is None or scale_shape is None
+            else torch.empty(scale_shape, dtype=sample.scale.dtype, device="meta"),
+            global_scale=None if sample.global_scale is None else torch.empty(logical[:-2], device="meta"),
+        )
 
-    return Experts.from_dense(
-        empty(1, 2 * shape.intermediate, shape.hidden),
-        empty(1, shape.hidden, shape.intermediate),
-        format=format,
-        activation=shape.activation,
-        w13_bias=empty(1, 2 * shape.intermediate) if shape.has_bias else None,
-        w2_bias=empty(1, shape.hidden) if shape.has_bias else None,
+    return Experts(
+        stored(2, shape.intermediate, shape.hidden),
+        stored(shape.hidden, shape.intermediate),
+        shape.activation,
+        torch.empty(1, 2, shape.intermediate, device="meta") if shape.has_bias else None,
+        torch.empty(1, shape.hidden, device="meta") if shape.has_bias else None,
     )
 
 

@@ -1,0 +1,69 @@
+"""bench/decode.py and bench/plots.py, run as a user runs them, on a tiny layer of the CPU."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from warpring.bench import read_peak
+from warpring.bench.records import append, load, record
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture(autouse=True)
+def small_read_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(read_peak.READ_BYTES, "cpu", 1 << 20)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: str, *argv: str) -> int:
+    """Exit code of the script."""
+    monkeypatch.setattr(sys, "argv", [script, *argv])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(BENCH / script), run_name="__main__")
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def tiny(output: Path) -> list[str]:
+    sizes = ["--models", "h64xi32xe6xk2", "--formats", "mxfp8,nvfp4", "--batches", "1,2", "--repeats", "1"]
+    return [*sizes, "--paths", "reference", "--device", "cpu", "--output", str(output)]
+
+
+@pytest.mark.parametrize("routing", ["uniform", "recorded"])
+def test_decode_script_appends_a_record_a_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], routing: str
+) -> None:
+    output = tmp_path / "decode.jsonl"
+    assert run(monkeypatch, "decode.py", *tiny(output), "--routing", routing) == 0
+    points = [(r["format"], r["num_tokens"], r["routing"]) for r in load(output)]
+    assert points == [(f, b, routing) for f in ("mxfp8", "nvfp4") for b in (1, 2)]
+    assert capsys.readouterr().out.count("reference") == len(points)
+
+
+def test_decode_script_says_what_its_time_did_not_suffice_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "decode.jsonl"
+    assert run(monkeypatch, "decode.py", *tiny(output), "--time-budget", "0") == 1
+    assert load(output) == []
+    err = capsys.readouterr().err
+    assert all(f"{format} B={batch}" in err for format in ("mxfp8", "nvfp4") for batch in (1, 2))
+
+
+def test_plots_script_draws_the_formats_that_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="plots are an extra")
+    rec = record(
+        "decode", device="cpu", gpu="X", driver="1", cuda="13.0", model="qwen3-30b-a3b", format="mxfp8", path="warp",
+        num_tokens=1, topk=8, routing="uniform", p50_us=10.0, unique_bytes=1000, read_peak_gbs=4000.0,
+    )  # fmt: skip
+    append(tmp_path / "decode.jsonl", rec)
+    argv = ["--results", str(tmp_path / "decode.jsonl"), "--output", str(tmp_path / "img")]
+    assert run(monkeypatch, "plots.py", *argv) == 0
+    assert [path.name for path in (tmp_path / "img").iterdir()] == ["decode-qwen3-30b-a3b-mxfp8.svg"]
+    assert capsys.readouterr().out.count("no records, not drawn") == 2
