@@ -4,7 +4,7 @@
     experts = Experts.from_dense(w13, w2, format="mxfp8").to("cuda")
     y = moe_decode(x, experts, topk_idx, topk_weights)
 
-Names are imported when first used, so that `import warpring` costs nothing and `warpring --help` does not wait for torch.
+Names are imported when first used: `import warpring` costs nothing, and `warpring --help` does not wait for torch.
 """
 
 from __future__ import annotations

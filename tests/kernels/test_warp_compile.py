@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile ke
 
 # (hidden, intermediate, topk): the shapes of docs/performance.md, and sizes that fill no lane evenly.
 SHAPES = [(2048, 768, 8), (2880, 2880, 4), (96, 192, 2), (2048, 512, 32)]
+HOPPER_SHAPES = [(7168, 2048, 8), (4096, 14336, 2)]
 # 256 threads a CTA; at 128 registers two CTAs still fit an SM.
 MAX_REGISTERS = 128
 
@@ -37,9 +40,10 @@ def empty_experts(hidden: int, intermediate: int, format: str, activation=SILU) 
     return Experts(stored(1, 2, intermediate, hidden), stored(1, hidden, intermediate), activation)
 
 
-@pytest.mark.parametrize("arch", TESTED_ARCHS)
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "arch"), [*product(SHAPES, TESTED_ARCHS), *product(HOPPER_SHAPES, ["sm_90a"])], ids=str
+)
 def test_kernels_compile_without_spills(shape: tuple[int, int, int], format: str, arch: str) -> None:
     hidden, intermediate, topk = shape
     experts = empty_experts(hidden, intermediate, format)

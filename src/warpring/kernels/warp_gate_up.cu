@@ -13,7 +13,7 @@
 constexpr int kChunks = kHidden / Format::kWeightsPerChunk;
 constexpr int kSteps = ceil_div(kChunks, kLanes);
 constexpr int kBatch = kSteps < 4 ? kSteps : 4;  // chunks of each row in flight a lane: 2 x 4 x 16 bytes
-constexpr int kMinCtas = 3;                      // per SM: at most 80 registers
+constexpr int kMinCtas = kSteps > kBatch && Format::kCodeBits == 4 ? 2 : 3;  // per SM: at most 128 or 80 registers
 
 struct Row {
     const uint8_t* gmem_codes;
