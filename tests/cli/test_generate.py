@@ -69,13 +69,30 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(capsys: pytest.CaptureFixtu
     assert 0 < float(error) < 0.01
 
 
-def test_defaults_are_the_example_model_and_a_prompt_whose_prefill_is_classical(loaded: Loaded) -> None:
+def test_defaults_are_the_example_model_and_the_policy() -> None:
     args = parse()
     assert args.model == Path("examples", "tiny-qwen3-moe")
     assert (args.format, args.path) == (None, "auto")
+
+
+@pytest.mark.skipif(GPU, reason="a GPU gives so short a prompt to warp decode")
+def test_default_prompt_shows_both_paths_on_a_cpu(loaded: Loaded) -> None:
     reset_stats(loaded.model)
-    write(loaded, args.prompt, max_new_tokens=2)
-    assert set(stats(loaded.model)) == {"warp" if GPU else "reference"} | ({"classical"} if not GPU else set())
+    write(loaded, parse().prompt, max_new_tokens=2)
+    assert set(stats(loaded.model)) == {"reference", "classical"}
+
+
+@pytest.mark.skipif(GPU, reason="threads matter where a CPU runs the experts")
+@pytest.mark.parametrize(("limit", "expected"), [(1 << 20, 1), (1, 2)])
+def test_only_small_experts_run_in_one_thread(monkeypatch: pytest.MonkeyPatch, limit: int, expected: int) -> None:
+    monkeypatch.setattr(command, "_SMALL_EXPERT_BYTES", limit)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert generate(str(MODEL), "--max-new-tokens", "1") == 0
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_pieces_make_the_text_and_equal_seeds_equal_texts(loaded: Loaded) -> None:

@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from warpring.experts import Experts
     from warpring.generation import Generation, Loaded
 
 EXAMPLE_MODEL = Path("examples", "tiny-qwen3-moe")
-# Long enough that its prefill goes another way than decode.
-DEFAULT_PROMPT = 'def read_config(path, default=None):\n    """Read the configuration file at path.\n'
+# On a CPU long enough that its prefill takes another path than decode.
+DEFAULT_PROMPT = 'def read_config(path, default=None):\n    """Read the configuration file at path.\n\n    Return'
+
+# Below this, a CPU spends more on handing an expert's work to a second thread than the thread saves.
+_SMALL_EXPERT_BYTES = 1 << 20
 
 _PATHS = ("auto", "warp", "classical", "reference")
 _PATH_TITLES = {
@@ -116,7 +120,11 @@ def _load(args: Namespace, console: Console) -> Loaded:
         def show(done: int, layers: int) -> None:
             bar.update(task, completed=done, total=layers)
 
-        return load(args.model, format=args.format, path=args.path, device=device, progress=show)
+        loaded = load(args.model, format=args.format, path=args.path, device=device, progress=show)
+    experts = next(iter(loaded.experts.values()))
+    if device == "cpu" and experts.bytes_per_expert < _SMALL_EXPERT_BYTES:
+        torch.set_num_threads(1)
+    return loaded
 
 
 def _show(loaded: Loaded, generation: Generation, console: Console) -> None:
@@ -128,13 +136,14 @@ def _show(loaded: Loaded, generation: Generation, console: Console) -> None:
 
     speed = generation.tokens_per_s
     experts = next(iter(loaded.experts.values()))
-    what = f"{len(loaded.experts)} layers of {experts.num_experts} experts in {loaded.format} on {experts.device}"
     console.print(
         f"\n{generation.prompt_tokens} tokens read, {generation.new_tokens} written"
         + (f" at {speed:.1f} tokens/s" if speed is not None else "")
-        + f", the first after {generation.first_token_s * 1e3:.0f} ms"
-        f"; {what}",
+        + f", the first after {generation.first_token_s * 1e3:.0f} ms",
         highlight=False,
+    )
+    console.print(
+        f"{len(loaded.experts)} layers of {experts.num_experts} experts in {loaded.format}, on {_where(experts)}\n"
     )
     served, exactness = stats(loaded.model), accuracy_of_paths(generation)
     table = Table("path", box=None, pad_edge=False)
@@ -152,6 +161,11 @@ def _show(loaded: Loaded, generation: Generation, console: Console) -> None:
         )
     console.print(table)
     if exactness:
-        console.print(
-            "Cosine and relative RMS error: this run's decode inputs, the worst layer, against FP64.", style="dim"
-        )
+        console.print("Cosine and relative RMS error: against FP64, in this run's worst layer.", style="dim")
+
+
+def _where(experts: Experts) -> str:
+    """The GPU's name, or "the CPU"."""
+    import torch
+
+    return torch.cuda.get_device_name(experts.device) if experts.device.type == "cuda" else "the CPU"
