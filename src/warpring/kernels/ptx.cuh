@@ -102,3 +102,74 @@ __device__ __forceinline__ uint16_t cvt_f32_bf16(float v) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
     return bits;
 }
+
+// ---- tensor cores --------------------------------------------------------------------------------------------------
+
+// d += a * b, one 16 x 8 tile over 16 columns, BF16 in, FP32 sums.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two BF16 products, subnormals kept.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t v;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t cvt_f32_bf16x2(float high, float low) {
+    uint32_t v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+}
+
+// ---- shared memory and bulk copies ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t smem_address(const void* smem) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint32_t smem_barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Copies `bytes` (a multiple of 16, both addresses too) into shared memory and counts them on the barrier, which this call
+// tells what to expect and arrives at. Complete when the barrier's phase flips; orders nothing else.
+__device__ __forceinline__ void bulk_load(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_barrier), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_dst),
+                 "l"(gmem_src), "r"(bytes), "r"(smem_barrier)
+                 : "memory");
+}
+
+// Whether the phase of that parity has completed; the hardware may suspend the thread for a while before it says no.
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t smem_barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(smem_barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
+__device__ __forceinline__ uint4 ld_shared_128(uint32_t smem) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem));
+    return v;
+}
+__device__ __forceinline__ uint2 ld_shared_64(uint32_t smem) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(smem));
+    return v;
+}
+__device__ __forceinline__ uint32_t ld_shared_u16(uint32_t smem) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(smem));
+    return v;
+}

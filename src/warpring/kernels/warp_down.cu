@@ -30,7 +30,7 @@ constexpr int kRowSteps = ceil_div(kRowChunks, kGroupLanes);  // loads a lane ne
 // A depth of 12 is for rows that it covers whole; in a loop, beside what the next round needs, it would not fit 128 registers.
 constexpr int kDepth = WARPRING_DOWN_BATCH;
 constexpr int kMaxBatch = kDepth > 8 && kSlotSteps * kRowSteps > kDepth ? 8 : kDepth;
-constexpr int kMinCtas = kMaxBatch > 6 ? 2 : Format::kCodeBits == 4 || kRowSteps > kMaxBatch ? 3 : 4;  // an SM
+constexpr int kMinCtas = kMaxBatch > 6 || kRowSteps > 4 * kMaxBatch ? 2 : Format::kCodeBits == 4 || kRowSteps > kMaxBatch ? 3 : 4;
 constexpr int kRowBatch = kRowSteps < kMaxBatch ? kRowSteps : kMaxBatch;
 constexpr int kSlotBatch = kRowSteps >= kMaxBatch ? 1 : kMaxBatch / kRowSteps < kSlotSteps ? kMaxBatch / kRowSteps : kSlotSteps;
 

@@ -40,11 +40,13 @@ class KernelSpec:
         source: file name in `warpring/kernels`, e.g. "warp_gate_up.cu".
         entry: the `extern "C"` kernel in it.
         macros: (name, value) pairs; an empty value defines the name alone.
+        dynamic_smem_bytes: shared memory a CTA that the launch asks for, beside what the kernel declares.
     """
 
     source: str
     entry: str
     macros: tuple[tuple[str, str], ...] = ()
+    dynamic_smem_bytes: int = 0
 
 
 @dataclass(frozen=True)

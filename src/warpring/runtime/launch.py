@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from warpring.errors import WarpringError
+from warpring.errors import UnsupportedError, WarpringError
 from warpring.runtime.device import arch_of
 from warpring.runtime.jit import KernelSpec, compile_kernel
 
@@ -37,8 +37,23 @@ def load(spec: KernelSpec, device_index: int) -> Any:
         kernel = ObjectCode.from_cubin(cubin.code, name=spec.entry).get_kernel(spec.entry)
         # Reading an attribute makes the driver load the code now rather than at the first launch.
         kernel.attributes.num_regs  # noqa: B018
+        _allow_smem(kernel, spec.dynamic_smem_bytes, device_index)
     _loaded[spec, device_index] = kernel
     return kernel
+
+
+def _allow_smem(kernel: Any, num_bytes: int, device_index: int) -> None:
+    """Raise the kernel's limit of dynamic shared memory where it is above the 48 KiB that need no asking."""
+    if num_bytes <= 48 * 1024:
+        return
+    from cuda.bindings import driver
+
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (result,) = driver.cuKernelSetAttribute(limit, num_bytes, driver.CUkernel(int(kernel.handle)), device_index)
+    if int(result):
+        raise UnsupportedError(
+            f"this GPU does not give a CTA {num_bytes} bytes of shared memory (error {int(result)}). Use path='warp'."
+        )
 
 
 @lru_cache(maxsize=256)
@@ -49,11 +64,11 @@ def _stream(handle: int) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _config(grid: tuple[int, int, int], block: int) -> Any:
+def _config(grid: tuple[int, int, int], block: int, smem_bytes: int) -> Any:
     from cuda.core import LaunchConfig
 
     # Programmatic dependent launch: the kernel may start before its predecessor ends, and waits for it itself.
-    return LaunchConfig(grid=grid, block=(block, 1, 1), programmatic_stream_serialization=True)
+    return LaunchConfig(grid=grid, block=(block, 1, 1), shmem_size=smem_bytes, programmatic_stream_serialization=True)
 
 
 @cache
@@ -64,10 +79,15 @@ def _launch_function() -> Any:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], block: int, args: tuple[Any, ...], stream: torch.cuda.Stream
+    kernel: Any,
+    grid: tuple[int, int, int],
+    block: int,
+    args: tuple[Any, ...],
+    stream: torch.cuda.Stream,
+    smem_bytes: int = 0,
 ) -> None:
     """Launch with programmatic dependent launch. `args` are ctypes scalars, or ints for pointers and 64-bit sizes."""
-    _launch_function()(_stream(stream.cuda_stream), _config(grid, block), kernel, *args)
+    _launch_function()(_stream(stream.cuda_stream), _config(grid, block, smem_bytes), kernel, *args)
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

@@ -20,6 +20,16 @@ LANES = 16
 F32X16 = ir.VectorType(F32, LANES)
 VOID = ir.VoidType()
 
+
+class _BFloatType(ir.FloatType):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+BF16 = _BFloatType()
+
 Number = int | float
 
 
@@ -108,6 +118,18 @@ class Val:
         mask = ir.Constant(vector(I32, len(picked)), picked)
         undefined = ir.Constant(self.type, ir.Undefined)
         return self._new(self._builder.shuffle_vector(self.raw, undefined, mask))
+
+    def padded(self, lanes: int) -> Val:
+        """This vector's lanes, then zeros."""
+        count = self.type.count
+        zeros = ir.Constant(self.type, None)
+        mask = ir.Constant(vector(I32, lanes), [min(lane, count) for lane in range(lanes)])
+        return self._new(self._builder.shuffle_vector(self.raw, zeros, mask))
+
+    def joined(self, other: Val, picked: list[int]) -> Val:
+        """The lanes `picked` of this vector followed by another one."""
+        mask = ir.Constant(vector(I32, len(picked)), picked)
+        return self._new(self._builder.shuffle_vector(self.raw, other.raw, mask))
 
     def lane(self, index: int) -> Val:
         return self._new(self._builder.extract_element(self.raw, ir.Constant(I32, index)))
@@ -225,6 +247,16 @@ class Code:
         self._builder.call(
             self._intrinsic("llvm.prefetch.p0", signature), [self._pointer(I8, address), read, keep, data]
         )
+
+    def target(self, name: str, result: Any, *arguments: Val) -> Val:
+        """One instruction of the processor, by the name of LLVM's intrinsic."""
+        signature = ir.FunctionType(result, [argument.type for argument in arguments])
+        function = self._intrinsic(name, signature)
+        return Val(self._builder, self._builder.call(function, [argument.raw for argument in arguments]))
+
+    def table(self, kind: Any, numbers: list[int]) -> Val:
+        """A constant vector."""
+        return Val(self._builder, ir.Constant(kind, numbers))
 
     def fma(self, a: Val, b: Val, c: Val) -> Val:
         """a * b + c, rounded once."""

@@ -58,7 +58,9 @@ def unusable_reason() -> str | None:
 def compiler_version() -> str:
     """llvmlite's and LLVM's version."""
     llvm = _llvm()
-    return f"llvmlite {importlib.import_module('llvmlite').__version__}, LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
+    return (
+        f"llvmlite {importlib.import_module('llvmlite').__version__}, LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
+    )
 
 
 @cache

@@ -1,0 +1,228 @@
+// tile_common.cuh   What both tile kernels share: who wants which expert, and the stream of records through shared memory.
+//
+// Compile-time parameters (macros set by kernels/tile.py, one cubin each):
+//   WARPRING_FORMAT        a policy of tile_formats.cuh
+//   WARPRING_HIDDEN, WARPRING_INTERMEDIATE, WARPRING_TOPK, WARPRING_EXPERTS
+//   WARPRING_INDEX         int32_t or int64_t, the type of topk_idx
+//   WARPRING_STAGES        copies in flight a warp
+#pragma once
+#include "tile_formats.cuh"
+
+constexpr int kWarps = 8;
+constexpr int kLanes = 32;
+constexpr int kThreads = kWarps * kLanes;
+constexpr int kHidden = WARPRING_HIDDEN;
+constexpr int kIntermediate = WARPRING_INTERMEDIATE;
+constexpr int kTopk = WARPRING_TOPK;
+constexpr int kExperts = WARPRING_EXPERTS;
+using Format = WARPRING_FORMAT;
+using Index = WARPRING_INDEX;
+
+constexpr int kColumns = 8;       // tokens of one mma
+constexpr int kMaxPairs = 512;    // (token, slot) pairs of a launch
+constexpr int kStages = WARPRING_STAGES;
+constexpr int kStageRecords = Format::kRecordBytes >= 1024 ? 2 : Format::kRecordBytes >= 512 ? 4 : 8;
+constexpr int kStageBytes = kStageRecords * Format::kRecordBytes;
+constexpr uint32_t kFull = 0xffffffffu;
+
+static_assert(kHidden % 32 == 0 && kIntermediate % 32 == 0, "rows are whole records");
+static_assert(kStageBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
+
+__device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Which experts the batch wants, and which (token, slot) pairs want each: a counting sort by expert in shared memory, done
+// by every CTA for itself. The order of an expert's pairs is not fixed, and no bit depends on it: each pair is a column of
+// its own.
+struct Routing {
+    uint16_t expert[kExperts < kMaxPairs ? kExperts : kMaxPairs];        // distinct experts, ascending
+    uint16_t first[(kExperts < kMaxPairs ? kExperts : kMaxPairs) + 1];   // where an expert's pairs start
+    uint16_t pairs[kMaxPairs];                                           // token * topk + slot
+    uint16_t ids[kMaxPairs];                                             // expert of a pair, or kUnused
+    int32_t count[kExperts];                                             // pairs, then the next free place, of an expert
+    int32_t warp_total[kWarps];
+    int32_t num_distinct;
+};
+constexpr uint16_t kUnused = 0xffff;
+
+__device__ __forceinline__ void find_pairs(Routing& smem, const Index* gmem_topk_idx, int64_t idx_stride, int num_pairs) {
+    constexpr int kPerThread = ceil_div(kExperts, kThreads);
+    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+    for (int e = threadIdx.x; e < kExperts; e += kThreads) smem.count[e] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p < num_pairs; p += kThreads) {
+        const int64_t id = ld_routing(gmem_topk_idx + (p / kTopk) * idx_stride + p % kTopk);
+        const bool used = uint64_t(id) < uint64_t(kExperts);
+        smem.ids[p] = used ? uint16_t(id) : kUnused;
+        if (used) atomicAdd(&smem.count[id], 1);
+    }
+    __syncthreads();
+    // One scan for both: distinct experts in the high half, pairs in the low half of a word.
+    int32_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        const int e = threadIdx.x * kPerThread + i;
+        const int32_t n = e < kExperts ? smem.count[e] : 0;
+        own += n + (n > 0) * 0x10000;
+    }
+    int32_t upto = own;
+#pragma unroll
+    for (int d = 1; d < kLanes; d *= 2) {
+        const int32_t other = __shfl_up_sync(kFull, upto, d);
+        if (lane >= d) upto += other;
+    }
+    if (lane == kLanes - 1) smem.warp_total[warp] = upto;
+    __syncthreads();
+    int32_t before = upto - own;
+    int32_t total = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+        const int32_t t = smem.warp_total[w];
+        if (w < warp) before += t;
+        total += t;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        const int e = threadIdx.x * kPerThread + i;
+        const int32_t n = e < kExperts ? smem.count[e] : 0;
+        if (n > 0) {
+            smem.expert[before >> 16] = uint16_t(e);
+            smem.first[before >> 16] = uint16_t(before & 0xffff);
+            smem.count[e] = before & 0xffff;
+            before += n + 0x10000;
+        }
+    }
+    if (threadIdx.x == 0) {
+        smem.num_distinct = total >> 16;
+        smem.first[total >> 16] = uint16_t(total & 0xffff);
+    }
+    __syncthreads();
+    for (int p = threadIdx.x; p < num_pairs; p += kThreads) {
+        const uint16_t id = smem.ids[p];
+        if (id != kUnused) smem.pairs[atomicAdd(&smem.count[id], 1)] = uint16_t(p);
+    }
+    __syncthreads();
+}
+
+// A warp's stream of records: a ring of kStages stages in shared memory, filled by bulk copies that lane 0 requests, read by
+// the whole warp. `Source` says what comes next: next(gmem, records) gives the next run of at most kStageRecords records,
+// false when the stream is over. Stages are refilled in the order in which they were read.
+template <class Source>
+struct Stream {
+    uint32_t smem_ring, smem_barriers;
+    Source source;
+    int stage = 0;
+    uint32_t parity = 0;
+    int lane;
+
+    __device__ __forceinline__ Stream(uint32_t ring, uint32_t barriers, const Source& s)
+        : smem_ring(ring), smem_barriers(barriers), source(s), lane(threadIdx.x % kLanes) {}
+
+    // Requests the first kStages runs.
+    __device__ __forceinline__ void fill() {
+        if (lane == 0)
+            for (int i = 0; i < kStages; ++i) request(i);
+    }
+
+    __device__ __forceinline__ void request(int into) {
+        const uint8_t* gmem;
+        int records;
+        if (source.next(gmem, records))
+            bulk_load(smem_ring + into * kStageBytes, gmem, records * Format::kRecordBytes, smem_barriers + into * 8);
+    }
+
+    // Waits for the next run; its records start at the address returned. A copy that never completes traps rather than hangs.
+    __device__ __forceinline__ uint32_t acquire() {
+        for (uint32_t tries = 0; !mbarrier_try_wait(smem_barriers + stage * 8, parity); ++tries)
+            if (tries > (1u << 20)) __trap();
+        return smem_ring + stage * kStageBytes;
+    }
+
+    // The run has been read by every lane: its stage is refilled.
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        if (lane == 0) request(stage);
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+template <int kTiles>
+struct Accumulators {
+    float d[kTiles][4];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[t][i] = 0.f;
+    }
+};
+
+// One record times kTiles x 8 columns of activations. x[t] are 16 bytes of this lane's column: 8 BF16 values at columns 8 q.
+template <int kTiles>
+__device__ __forceinline__ void multiply(Accumulators<kTiles>& sum, const Operands& w, const uint4 (&x)[kTiles]) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+        mma_bf16(sum.d[t], w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x[t].x, x[t].y);
+        mma_bf16(sum.d[t], w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x[t].z, x[t].w);
+    }
+}
+
+// The columns of up to kTiles x 8 pairs: where each lane reads its activations, as an offset in elements from one base, or
+// kNoColumn beyond the last pair. (The host checks that rows lie within 2^31 elements of each other.)
+constexpr int32_t kNoColumn = -1;
+template <int kTiles>
+struct Columns {
+    const uint16_t* gmem_base;
+    int32_t offset[kTiles];
+    __device__ __forceinline__ uint4 load(int tile, int record) const {
+        return offset[tile] != kNoColumn ? ld_activations(gmem_base + offset[tile] + record * kRecordCols) : uint4{0, 0, 0, 0};
+    }
+};
+
+// Sums the records [begin, end) of one panel over kTiles x 8 columns. With block scales, `gmem_low` and `gmem_high` are the FP32
+// scales of the panel's two halves, one per 128 columns.
+template <int kTiles, class Source>
+__device__ __forceinline__ void sum_records(Accumulators<kTiles>& sum, Stream<Source>& stream, const Columns<kTiles>& columns,
+                                            int begin, int end, const float* gmem_low, const float* gmem_high) {
+    const int lane = threadIdx.x % kLanes;
+    constexpr bool kPrefetch = kTiles <= 2;  // beyond that the registers are needed, and there is work to hide the latency
+    sum.clear();
+    uint4 x[kPrefetch ? 2 : 1][kTiles];
+    const auto load_x = [&](int into, int record) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) x[into][t] = columns.load(t, record);
+    };
+    if (kPrefetch && begin < end) load_x(0, begin);
+#pragma unroll 1
+    for (int record = begin; record < end; record += kStageRecords) {
+        const uint32_t smem = stream.acquire();
+#pragma unroll
+        for (int i = 0; i < kStageRecords; ++i) {
+            if (record + i < end) {
+                const int now = kPrefetch ? i % 2 : 0;
+                const typename Format::Raw raw = Format::load(smem + i * Format::kRecordBytes, lane);
+                // The next record's activations are on their way while this one is multiplied.
+                if (!kPrefetch) load_x(0, record + i);
+                else if (record + i + 1 < end) load_x((i + 1) % 2, record + i + 1);
+                Operands w;
+                Format::unpack(raw, w);
+                if constexpr (Format::kBlockScale) {
+                    const float low = ld_scale_f32(gmem_low + (record + i) / 4), high = ld_scale_f32(gmem_high + (record + i) / 4);
+                    Accumulators<kTiles> part;
+                    part.clear();
+                    multiply(part, w, x[now]);
+#pragma unroll
+                    for (int t = 0; t < kTiles; ++t) {
+                        sum.d[t][0] = fmaf(low, part.d[t][0], sum.d[t][0]);
+                        sum.d[t][1] = fmaf(low, part.d[t][1], sum.d[t][1]);
+                        sum.d[t][2] = fmaf(high, part.d[t][2], sum.d[t][2]);
+                        sum.d[t][3] = fmaf(high, part.d[t][3], sum.d[t][3]);
+                    }
+                } else {
+                    multiply(sum, w, x[now]);
+                }
+            }
+        }
+        stream.release();
+    }
+}

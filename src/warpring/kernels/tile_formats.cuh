@@ -1,0 +1,139 @@
+// tile_formats.cuh   One policy a number format: how a lane's part of a record (16 rows x 32 columns, see warpring/layout.py)
+// becomes the A operands of two mma.m16n8k16.
+//
+// Lane 4 g + q holds rows g and g + 8, columns 8 q .. 8 q + 7. The first mma takes columns 8 q + {0, 1, 2, 3}, the second
+// 8 q + {4, 5, 6, 7}: a permutation of the columns that the activations, read 16 bytes a lane, follow by themselves.
+//
+// A policy has
+//   kRecordBytes       bytes of a record
+//   Raw                a lane's codes and scales, as loaded
+//   load(record, lane) from shared memory
+//   unpack(raw, a)     a[0], a[1]: A operands of the first and second mma, values times block scale, exact in BF16
+//   kBlockScale        FP32 scales of 128 x 128 blocks multiply the sums of every record (fp8_block)
+#pragma once
+#include "ptx.cuh"
+
+constexpr int kRecordCols = 32;
+
+struct Operands {
+    uint32_t a[2][4];  // [mma][a0..a3]: a0 (row g), a1 (row g + 8), a2 (row g), a3 (row g + 8)
+};
+
+// Four E4M3 codes of one row: BF16 fields sign 15, exponent 10..7, fraction 6..4. The first pair lies in place; the second
+// has sign 14, fraction 13..11, exponent 3..0.
+__device__ __forceinline__ void fields_e4m3(uint32_t word, uint32_t multiplier, uint32_t& first, uint32_t& second) {
+    first = mul_bf16x2(word & 0x87f087f0u, multiplier);
+    const uint32_t moved =
+        ((word << 1) & 0x80008000u) | ((word << 7) & 0x07800780u) | ((word >> 7) & 0x00700070u);
+    second = mul_bf16x2(moved, multiplier);
+}
+
+// Eight E2M1 codes of one row: BF16 fields sign 15, exponent 8..7, fraction 6, at shifts 0, 3 and 6; the last pair has
+// sign 14, exponent 13 and 11, fraction 10.
+__device__ __forceinline__ void fields_e2m1(uint32_t word, uint32_t multiplier, uint32_t (&pairs)[4]) {
+    constexpr uint32_t kMask = 0x81c081c0u;
+    pairs[0] = mul_bf16x2(word & kMask, multiplier);
+    pairs[1] = mul_bf16x2((word << 3) & kMask, multiplier);
+    pairs[2] = mul_bf16x2((word << 6) & kMask, multiplier);
+    const uint32_t moved = ((word << 1) & 0x80008000u) | ((word >> 5) & 0x01000100u) | ((word >> 4) & 0x00c000c0u);
+    pairs[3] = mul_bf16x2(moved, multiplier);
+}
+
+// A stored scale byte is a BF16 exponent field; 255 is infinity, and stands on zero codes only: infinity * 0 is NaN.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t exponent) { return exponent * 0x00800080u; }
+
+__device__ __forceinline__ void unpack_e4m3(uint4 w, uint32_t low, uint32_t high, Operands& out) {
+    fields_e4m3(w.x, low, out.a[0][0], out.a[0][2]);
+    fields_e4m3(w.y, low, out.a[1][0], out.a[1][2]);
+    fields_e4m3(w.z, high, out.a[0][1], out.a[0][3]);
+    fields_e4m3(w.w, high, out.a[1][1], out.a[1][3]);
+}
+
+__device__ __forceinline__ void unpack_e2m1(uint2 w, uint32_t low, uint32_t high, Operands& out) {
+    uint32_t pairs[4];
+    fields_e2m1(w.x, low, pairs);
+    out.a[0][0] = pairs[0], out.a[0][2] = pairs[1], out.a[1][0] = pairs[2], out.a[1][2] = pairs[3];
+    fields_e2m1(w.y, high, pairs);
+    out.a[0][1] = pairs[0], out.a[0][3] = pairs[1], out.a[1][1] = pairs[2], out.a[1][3] = pairs[3];
+}
+
+struct TileBf16 {
+    static constexpr int kRecordBytes = 1024;
+    static constexpr bool kBlockScale = false;
+    struct Raw {
+        uint4 low, high;
+    };
+    static __device__ __forceinline__ Raw load(uint32_t record, int lane) {
+        return {ld_shared_128(record + lane * 16), ld_shared_128(record + 512 + lane * 16)};
+    }
+    static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
+        out.a[0][0] = raw.low.x, out.a[0][2] = raw.low.y, out.a[1][0] = raw.low.z, out.a[1][2] = raw.low.w;
+        out.a[0][1] = raw.high.x, out.a[0][3] = raw.high.y, out.a[1][1] = raw.high.z, out.a[1][3] = raw.high.w;
+    }
+};
+
+template <bool kBlocks>
+struct TileFp8 {
+    static constexpr int kRecordBytes = 512;
+    static constexpr bool kBlockScale = kBlocks;
+    struct Raw {
+        uint4 codes;
+    };
+    static __device__ __forceinline__ Raw load(uint32_t record, int lane) { return {ld_shared_128(record + lane * 16)}; }
+    static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
+        constexpr uint32_t kUnit = 0x7b807b80u;  // 2^120
+        unpack_e4m3(raw.codes, kUnit, kUnit, out);
+    }
+};
+using TileFp8Block = TileFp8<true>;
+using TileFp8Channel = TileFp8<false>;
+
+struct TileMxfp8 {
+    static constexpr int kRecordBytes = 528;
+    static constexpr bool kBlockScale = false;
+    struct Raw {
+        uint4 codes;
+        uint32_t scales;
+    };
+    static __device__ __forceinline__ Raw load(uint32_t record, int lane) {
+        return {ld_shared_128(record + lane * 16), ld_shared_u16(record + 512 + (lane >> 2) * 2)};
+    }
+    static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
+        unpack_e4m3(raw.codes, scale_pair(raw.scales & 0xffu), scale_pair(raw.scales >> 8), out);
+    }
+};
+
+struct TileMxfp4 {
+    static constexpr int kRecordBytes = 272;
+    static constexpr bool kBlockScale = false;
+    struct Raw {
+        uint2 codes;
+        uint32_t scales;
+    };
+    static __device__ __forceinline__ Raw load(uint32_t record, int lane) {
+        return {ld_shared_64(record + lane * 8), ld_shared_u16(record + 256 + (lane >> 2) * 2)};
+    }
+    static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
+        unpack_e2m1(raw.codes, scale_pair(raw.scales & 0xffu), scale_pair(raw.scales >> 8), out);
+    }
+};
+
+// E4M3 scales of 16 columns: lanes q = 0, 1 have the first group of a record, q = 2, 3 the second. The multiplier is the
+// scale times 2^118: its product with a field times 2^-126 leaves 2^-8, which matrix_scale gives back.
+struct TileNvfp4 {
+    static constexpr int kRecordBytes = 288;
+    static constexpr bool kBlockScale = false;
+    struct Raw {
+        uint2 codes;
+        uint32_t scales;
+    };
+    static __device__ __forceinline__ Raw load(uint32_t record, int lane) {
+        return {ld_shared_64(record + lane * 8), ld_shared_u16(record + 256 + (lane & 2) * 8 + (lane >> 2) * 2)};
+    }
+    static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
+        constexpr float kUnit = 0x1p118f;
+        const uint32_t halves = cvt_e4m3x2_f16x2_low(raw.scales);
+        const float low = cvt_f16_f32_low(halves) * kUnit, high = cvt_f16_f32_high(halves) * kUnit;
+        unpack_e2m1(raw.codes, cvt_f32_bf16x2(low, low), cvt_f32_bf16x2(high, high), out);
+    }
+};

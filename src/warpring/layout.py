@@ -1,0 +1,189 @@
+"""Tile layout: expert weights in the order in which the tile kernels stream them.
+
+A panel is 16 rows of one expert: 8 gate rows and the 8 up rows of the same neurons (w13), or 16 output rows (w2). A record
+is a panel's next 32 columns: for each lane of a warp the codes that it feeds to two `mma.m16n8k16`, then the block scales
+of the 16 rows. Records of a panel follow each other, so any run of them is one contiguous copy.
+
+    lane l = 4 g + q holds rows g and g + 8, columns 8 q .. 8 q + 7 of the record
+
+Codes are stored as bit fields that a mask and few shifts turn into pairs of BF16 (see `tile_formats.cuh`), and block
+scales as BF16 exponents. Packing moves every bit and loses none, with one exception: a block of an MX format that holds
+a NaN becomes a block of NaNs, which no output can tell apart (one NaN in a row makes the row's dot product NaN).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from warpring.errors import UnsupportedError
+from warpring.experts import Experts
+from warpring.formats import QuantizedTensor
+
+PANEL_ROWS = 16
+RECORD_COLS = 32
+#: Bytes of a record: codes of 16 x 32 weights, then scales.
+RECORD_BYTES = {"bf16": 1024, "fp8_block": 512, "fp8_channel": 512, "mxfp8": 528, "mxfp4": 272, "nvfp4": 288}
+
+_E8M0_NAN = 255
+# A code placed as a BF16 bit field is its value times 2^-120 (E4M3) or 2^-126 (E2M1): that much is in the stored scale.
+_FIELD_EXPONENT = {"mxfp8": 120, "mxfp4": 126}
+_MAX_EXPONENT_FIELD = 254
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """One projection of all experts in tile layout.
+
+    Attributes:
+        records: uint8 [num_experts, panels, cols / 32, RECORD_BYTES].
+        matrix_scale: FP32 [num_experts, halves], multiplies every dot product of a matrix.
+        row_scale: FP32 [num_experts, halves, rows] (fp8_channel) or None.
+        block_scale: FP32 [num_experts, halves, ceil(rows / 128), ceil(cols / 128)] (fp8_block) or None.
+    """
+
+    records: torch.Tensor
+    matrix_scale: torch.Tensor
+    row_scale: torch.Tensor | None = None
+    block_scale: torch.Tensor | None = None
+
+
+def pack(stored: QuantizedTensor) -> PackedMatrix:
+    """Pack one projection: logical [E, 2, intermediate, hidden] (gate, up) or [E, hidden, intermediate].
+
+    Raises:
+        UnsupportedError: a NaN code in fp8_block weights, whose scales span many rows.
+    """
+    halves = stored if len(stored.shape) == 4 else _unsqueeze(stored)
+    fmt = stored.format
+    panels = _panels(halves)
+    num_experts, num_halves = halves.shape[:2]
+    matrix_scale = torch.ones(num_experts, num_halves, device=stored.device)
+    if fmt == "bf16":
+        # Two planes, row g then row g + 8, each 16 bytes a lane.
+        records = panels.permute(0, 1, 2, 4, 3, 5, 6).contiguous().view(torch.uint8)
+        return PackedMatrix(records.flatten(3), matrix_scale)
+    if fmt in ("fp8_block", "fp8_channel"):
+        nan = (panels & 0x7F) == 0x7F
+        if bool(nan.any()):
+            raise UnsupportedError(f"pack: {fmt} weights with NaN codes have no tile layout. Use path='warp'.")
+        codes = _fields_e4m3(panels).flatten(3)
+        scale = halves.scale
+        if fmt == "fp8_block":
+            return PackedMatrix(codes, matrix_scale, block_scale=scale)
+        return PackedMatrix(codes, matrix_scale, row_scale=None if scale is None else scale.squeeze(-1).contiguous())
+    if fmt == "nvfp4":
+        assert_scale, global_scale = halves.scale, halves.global_scale
+        if assert_scale is None or global_scale is None:
+            raise UnsupportedError("pack: nvfp4 weights need both levels of scales.")
+        scales = _panel_scales(assert_scale.view(torch.uint8), cols_per_record=2)
+        # [.., record, half/row g+8, g, 16-column group] -> groups, rows g, halves
+        scales = scales.permute(0, 1, 2, 5, 4, 3).flatten(3)
+        return PackedMatrix(torch.cat((_fields_e2m1(panels).flatten(3), scales), -1), global_scale.float() * 2.0**8)
+    return _pack_mx(halves, panels)
+
+
+def _pack_mx(halves: QuantizedTensor, panels: torch.Tensor) -> PackedMatrix:
+    if halves.scale is None:
+        raise UnsupportedError(f"pack: {halves.format} weights need scales.")
+    field = _FIELD_EXPONENT[halves.format]
+    scale = halves.scale.to(torch.int16)
+    # The largest scale of a matrix decides how far all of them move down to fit BF16; matrix_scale gives it back.
+    largest = torch.where(scale == _E8M0_NAN, 0, scale).amax((-1, -2))
+    down = (largest + field - _MAX_EXPONENT_FIELD).clamp(min=0)
+    exponents = (scale + field - down[..., None, None]).clamp(min=0)
+    scales = _panel_scales(torch.where(scale == _E8M0_NAN, 255, exponents).to(torch.uint8), cols_per_record=1)
+    nan = _panel_scales(scale, cols_per_record=1) == _E8M0_NAN  # [E, P, record, 2, 8, 1]
+    if halves.format == "mxfp8":
+        is_nan = ((panels & 0x7F) == 0x7F).any(-1).any(-1).movedim(-1, 3)[..., None] | nan
+        scales = torch.where(is_nan, 255, scales)
+        panels = torch.where(is_nan.squeeze(-1).movedim(3, 4)[..., None, None], 0, panels)
+        codes = _fields_e4m3(panels)
+    else:
+        panels = torch.where(nan.squeeze(-1).movedim(3, 4)[..., None, None], 0, panels)
+        codes = _fields_e2m1(panels)
+    scales = scales.squeeze(-1).permute(0, 1, 2, 4, 3).flatten(3)  # rows g, then g + 8, side by side
+    return PackedMatrix(
+        torch.cat((codes.flatten(3), scales), -1), torch.ldexp(torch.ones_like(down, dtype=torch.float32), down)
+    )
+
+
+def _unsqueeze(stored: QuantizedTensor) -> QuantizedTensor:
+    moved = stored.map(lambda t: t.unsqueeze(1))
+    return QuantizedTensor(
+        stored.format, (stored.shape[0], 1, *stored.shape[1:]), moved.data, moved.scale, moved.global_scale
+    )
+
+
+def _split_rows(t: torch.Tensor, num_halves: int) -> torch.Tensor:
+    """[E, halves, rows, cols] -> [E, panel, half of the panel (rows g, g + 8), g, cols]."""
+    if num_halves == 2:
+        return t.unflatten(2, (-1, 8)).transpose(1, 2)
+    return t.squeeze(1).unflatten(1, (-1, 2, 8))
+
+
+def _panels(halves: QuantizedTensor) -> torch.Tensor:
+    """Codes as [E, panel, record, g, half, q, 8 weights]: int16 bits (bf16), else uint8 codes, unpacked to one a byte."""
+    data = halves.data
+    if halves.format == "bf16":
+        codes = data.view(torch.int16)
+    elif halves.format in ("mxfp4", "nvfp4"):
+        codes = torch.stack((data & 15, data >> 4), -1).flatten(-2)
+    else:
+        codes = data.view(torch.uint8)
+    rows = _split_rows(codes, halves.shape[1]).unflatten(-1, (-1, 4, 8))
+    return rows.permute(0, 1, 4, 3, 2, 5, 6)
+
+
+def _panel_scales(scale: torch.Tensor, cols_per_record: int) -> torch.Tensor:
+    """[E, halves, rows, blocks] -> [E, panel, record, half, g, blocks of a record]."""
+    rows = _split_rows(scale, scale.shape[1]).unflatten(-1, (-1, cols_per_record))
+    return rows.permute(0, 1, 4, 2, 3, 5)
+
+
+def _words(fields: torch.Tensor) -> torch.Tensor:
+    """int64 fields [E, panel, record, g, half, q, words] of 32 bits -> bytes [E, panel, record, lane, bytes]."""
+    order = fields.permute(0, 1, 2, 3, 5, 4, 6).flatten(5)  # g, q, (half, words)
+    return (
+        order.to(torch.int64)
+        .bitwise_and(0xFFFFFFFF)
+        .sub((order >> 31 & 1) << 32)
+        .to(torch.int32)
+        .contiguous()
+        .view(torch.uint8)
+        .flatten(3, 4)
+    )
+
+
+def _fields_e4m3(panels: torch.Tensor) -> torch.Tensor:
+    """Four codes a word. In each half-word: the first pair at BF16's own places, the second in the bits between."""
+    c = panels.to(torch.int64).unflatten(-1, (2, 2, 2))  # words, pairs, (low, high half-word)
+    first, second = c[..., 0, :], c[..., 1, :]
+    half = (first >> 7) << 15 | (first & 0x7F) << 4
+    half = half | (second >> 7) << 14 | (second & 7) << 11 | (second >> 3 & 15)
+    return _words(half[..., 0] | half[..., 1] << 16)
+
+
+def _fields_e2m1(panels: torch.Tensor) -> torch.Tensor:
+    """Eight codes a word: pairs at shifts 0, 3 and 6 of one mask, the last pair in the bits that remain."""
+    c = panels.to(torch.int64).unflatten(-1, (1, 4, 2))
+    sign, rest = c >> 3, c & 7
+    placed = sign << 15 | rest << 6
+    half = placed[..., 0, :] | placed[..., 1, :] >> 3 | placed[..., 2, :] >> 6
+    half = half | sign[..., 3, :] << 14 | (rest[..., 3, :] >> 2) << 13 | (rest[..., 3, :] & 3) << 10
+    return _words(half[..., 0] | half[..., 1] << 16)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """A layer's experts in tile layout, with what the kernels need beside the records."""
+
+    w13: PackedMatrix
+    w2: PackedMatrix
+    experts: Experts
+
+
+def pack_experts(experts: Experts) -> PackedExperts:
+    """Pack both projections."""
+    return PackedExperts(pack(experts.w13), pack(experts.w2), experts)

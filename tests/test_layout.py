@@ -1,0 +1,141 @@
+"""The tile layout: read back as the kernels read it, bit field by bit field, it holds the weights exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_inputs import make_inputs
+
+from warpring.errors import UnsupportedError
+from warpring.formats import FORMATS, QuantizedTensor, get_format
+from warpring.layout import PackedMatrix, pack
+
+
+def bf16_pair_values(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(low, high) half-words of int64 words, read as BF16, in FP64."""
+
+    def value(half: torch.Tensor) -> torch.Tensor:
+        return torch.where(half >= 0x8000, half - 0x10000, half).to(torch.int16).view(torch.bfloat16).double()
+
+    return value(words & 0xFFFF), value(words >> 16 & 0xFFFF)
+
+
+def lane_words(records: torch.Tensor, first: int, count: int, lane_bytes: int) -> torch.Tensor:
+    """int64 words [..., 32 lanes, words] of the bytes [first, first + count) of each record."""
+    lanes = records[..., first : first + count].reshape(*records.shape[:-1], 32, lane_bytes).contiguous()
+    return lanes.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def e4m3_fields(word: torch.Tensor) -> list[torch.Tensor]:
+    """The four codes of a word, as `fields_e4m3` of tile_formats.cuh makes them, before the multiplier."""
+    moved = (word << 1 & 0x80008000) | (word << 7 & 0x07800780) | (word >> 7 & 0x00700070)
+    return [*bf16_pair_values(word & 0x87F087F0), *bf16_pair_values(moved)]
+
+
+def e2m1_fields(word: torch.Tensor) -> list[torch.Tensor]:
+    """The eight codes of a word, as `fields_e2m1` makes them."""
+    moved = (word << 1 & 0x80008000) | (word >> 5 & 0x01000100) | (word >> 4 & 0x00C000C0)
+    pairs = [word & 0x81C081C0, word << 3 & 0x81C081C0, word << 6 & 0x81C081C0, moved]
+    return [value for pair in pairs for value in bf16_pair_values(pair)]
+
+
+def exponent_value(field: torch.Tensor) -> torch.Tensor:
+    """BF16 value of an exponent field."""
+    return (field.to(torch.int16) << 7).view(torch.bfloat16).double()
+
+
+def read_back(packed: PackedMatrix, fmt: str) -> torch.Tensor:
+    """Weights [E, panel, record, lane, half of the panel, 8 columns] as the kernels see them, FP64, row scales left out."""
+    records = packed.records
+    group = torch.arange(32) // 4
+    if fmt == "bf16":
+        halves = [lane_words(records, 512 * half, 512, 16) for half in (0, 1)]
+        rows = [torch.stack([v for w in h.unbind(-1) for v in bf16_pair_values(w)], -1) for h in halves]
+        return torch.stack(rows, -2)
+    if fmt in ("mxfp4", "nvfp4"):
+        words = lane_words(records, 0, 256, 8)
+        rows = [torch.stack(e2m1_fields(word), -1) for word in words.unbind(-1)]
+        scale_bytes = records[..., 256:].long()
+    else:
+        words = lane_words(records, 0, 512, 16)
+        rows = [torch.stack(e4m3_fields(words[..., i]) + e4m3_fields(words[..., i + 1]), -1) for i in (0, 2)]
+        scale_bytes = records[..., 512:].long()
+    values = torch.stack(rows, -2)
+    if fmt in ("mxfp8", "mxfp4"):
+        scale = torch.stack([exponent_value(scale_bytes[..., 2 * group + half]) for half in (0, 1)], -1)
+    elif fmt == "nvfp4":
+        columns = torch.arange(32) % 4 // 2 * 16 + 2 * group
+        codes = torch.stack([scale_bytes[..., columns + half] for half in (0, 1)], -1).to(torch.uint8)
+        scale = codes.view(torch.float8_e4m3fn).double() * 2.0**118
+    else:
+        return values * 2.0**120
+    return values * scale[..., None]
+
+
+def expected_lanes(dense: torch.Tensor) -> torch.Tensor:
+    """[E, halves, rows, cols] -> [E, panel, record, lane, half of the panel, 8 columns]."""
+    num_experts, num_halves, rows, cols = dense.shape
+    out = []
+    for panel in range(rows * num_halves // 16):
+        if num_halves == 2:
+            low, high = dense[:, 0, panel * 8 : panel * 8 + 8], dense[:, 1, panel * 8 : panel * 8 + 8]
+        else:
+            low, high = dense[:, 0, panel * 16 : panel * 16 + 8], dense[:, 0, panel * 16 + 8 : panel * 16 + 16]
+        halves = [h.reshape(num_experts, 8, cols // 32, 4, 8).permute(0, 2, 1, 3, 4).flatten(2, 3) for h in (low, high)]
+        out.append(torch.stack(halves, 3))
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_packed_weights_read_back_exactly(fmt: str, matrix: str) -> None:
+    stored: QuantizedTensor = getattr(make_inputs(1, 160, 96, 3, 1, format=fmt, seed=2).experts, matrix)
+    packed = pack(stored)
+    dense = get_format(fmt).dequantize(stored, torch.float64)
+    halves = dense if dense.dim() == 4 else dense[:, None]
+    scale = packed.matrix_scale.double()[..., None, None].expand_as(halves).clone()
+    if packed.row_scale is not None:
+        scale = scale * packed.row_scale.double()[..., None]
+    if packed.block_scale is not None:
+        rows, cols = halves.shape[2:]
+        blocks = packed.block_scale.double().repeat_interleave(128, 2).repeat_interleave(128, 3)
+        scale = scale * blocks[:, :, :rows, :cols]
+    value = read_back(packed, fmt) * expected_lanes(scale)
+    assert torch.equal(value, expected_lanes(halves))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("shift", [100, -100])
+def test_scales_of_any_size_keep_their_value(fmt: str, shift: int) -> None:
+    stored = make_inputs(1, 64, 32, 2, 1, format=fmt, seed=3).experts.w2
+    moved = QuantizedTensor(fmt, stored.shape, stored.data, (stored.scale.int() + shift).to(torch.uint8))
+    packed = pack(moved)
+    dense = get_format(fmt).dequantize(moved, torch.float64)[:, None]
+    scale = packed.matrix_scale.double()[..., None, None].expand_as(dense)
+    value = read_back(packed, fmt) * expected_lanes(scale.contiguous())
+    assert torch.equal(value, expected_lanes(dense))
+
+
+def test_nan_scale_becomes_a_block_of_nans() -> None:
+    stored = make_inputs(1, 64, 32, 2, 1, format="mxfp8", seed=4).experts.w2
+    stored.scale[1, 5, 0] = 255
+    value = read_back(pack(stored), "mxfp8")
+    # Row 5 of expert 1: panel 0, lanes of g = 5, lower half, the first record.
+    assert value[1, 0, 0, 20:24, 0].isnan().all()
+    assert value.isnan().sum() == 32
+
+
+def test_nan_code_becomes_a_block_of_nans() -> None:
+    stored = make_inputs(1, 64, 32, 2, 1, format="mxfp8", seed=5).experts.w2
+    stored.data.view(torch.uint8)[0, 9, 3] = 0xFF
+    value = read_back(pack(stored), "mxfp8")
+    assert value[0, 0, 0, 4:8, 1].isnan().all()
+    assert value.isnan().sum() == 32
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "fp8_channel"])
+def test_nan_code_of_fp8_is_refused_by_name(fmt: str) -> None:
+    stored = make_inputs(1, 64, 32, 2, 1, format=fmt, seed=6).experts.w2
+    stored.data.view(torch.uint8)[0, 9, 3] = 0x7F
+    with pytest.raises(UnsupportedError, match="NaN codes"):
+        pack(stored)
