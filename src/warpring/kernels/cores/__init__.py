@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 import threading
 import warnings
 from functools import cache
@@ -17,6 +16,7 @@ import torch
 
 from warpring.experts import Experts
 from warpring.kernels.cores import pool
+from warpring.kernels.cores.arguments import PACKED, PADDING
 from warpring.kernels.cores.engine import Layer, load_layer, unusable_reason
 from warpring.reference import moe_reference
 
@@ -77,14 +77,15 @@ def _num_threads(experts: Experts, num_pairs: int) -> int:
 def _arguments(
     x: torch.Tensor, experts: Experts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
 ) -> tuple[ctypes.Array[ctypes.c_char], torch.Tensor]:
-    """The block of `layer.FIELDS`, and the scratch memory that it points into."""
+    """The block of `arguments.FIELDS`, and the scratch memory that it points into."""
     num_tokens, topk = topk_idx.shape
     num_experts, hidden, intermediate = experts.num_experts, experts.hidden, experts.intermediate
     pairs = num_tokens * topk
-    # wide_x, act, y, cursor, active, first, pair_token, pair_weight
+    padded = [-(-size // PADDING) * PADDING for size in (hidden, intermediate)]
+    # arranged_x, act, y, cursor, active, first, pair_token, pair_weight
     sizes = (
-        num_tokens * hidden * 4,
-        pairs * intermediate * 4,
+        num_tokens * padded[0] * 4,
+        pairs * padded[1] * 4,
         num_tokens * hidden * 4,
         num_experts * 8,
         num_experts * 8,
@@ -99,7 +100,7 @@ def _arguments(
         places.append(place)
         place += size
     act = experts.activation
-    packed = _FIELDS.pack(
+    packed = PACKED.pack(
         *(0, 0, 0),
         *(x.data_ptr(), x.stride(0) * 2),
         *(topk_idx.data_ptr(), topk_idx.stride(0) * topk_idx.element_size(), topk_idx.element_size()),
@@ -111,10 +112,6 @@ def _arguments(
         *(act.alpha, math.inf if act.limit is None else act.limit, act.up_offset),
     )
     return ctypes.create_string_buffer(packed, len(packed)), buffer
-
-
-#: `layer.FIELDS`: 33 integers, 3 floats in the low half of a field each.
-_FIELDS = struct.Struct("=33q" + "f4x" * 3)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:

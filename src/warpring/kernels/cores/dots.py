@@ -24,12 +24,14 @@ class Dots(ABC):
         columns: columns of a step.
         x_bits: bits of an activation as steps read it: 32 (FP32) or 16 (BF16).
         unit: power of two that turns decoded codes into values; multiplies the finished dot product.
-        passes: numbers of tokens that one pass over a pair of rows serves, largest first.
+        rows: rows of one call of `dot`.
+        passes: numbers of tokens that it serves, largest first.
     """
 
     columns: int
     x_bits: int
     unit: float
+    rows: int
     passes: tuple[int, ...]
 
     def __init__(self, stored: StoredFormat) -> None:
@@ -60,29 +62,32 @@ class Dots(ABC):
     def step_scale(self, code: Code, scales: Val, step: Val, columns: int) -> Val:
         """The scales of a step's 16 lanes, from the row's FP32 scales."""
 
-    def finish(self, code: Code, row: Row, token: int) -> Val:
-        """The dot product, without its factor."""
-        lanes = row.sums[token][0].get()
-        for more in row.sums[token][1:]:
-            lanes = lanes + more.get()
-        return code.fold(lanes, lambda a, b: a + b)
+    def finish(self, code: Code, rows: list[Row], totals: Val) -> Val:
+        """Correct the rows' dot products, once their lanes are added up."""
+        return totals
 
     def build(self, module: Any, num_tokens: int) -> Any:
-        """The function `dot`: two rows with each of `num_tokens` vectors; the products go to out[token][row].
+        """The function `dot`: `rows` rows with each of `num_tokens` vectors; the products go to out[token][row].
 
-        Parameters: codes of the rows; their FP32 scales; their factors; the vectors; out; number of columns; how many
-        bytes ahead codes are prefetched.
+        The rows are two groups of neighbours: gate and up rows, or just one half and the next. Parameters: codes of
+        either group's first row; bytes from row to row; FP32 scales of either first row; bytes from row to row; scale
+        of either group as a whole; scales of their rows (where a row has one); the vectors; out; number of columns;
+        bytes ahead at which codes are prefetched.
         """
-        kinds = [*[I64] * 4, F32, F32, *[I64] * (num_tokens + 3)]
-        code = Code(module, f"dot_2x{num_tokens}", kinds, internal=True)
-        codes, scales, factors = code.parameters[0:2], code.parameters[2:4], code.parameters[4:6]
-        vectors, (out, columns, ahead) = code.parameters[6:-3], code.parameters[-3:]
-        rows = [self.open_row(code, num_tokens) for _ in codes]
+        kinds = [*[I64] * 6, F32, F32, *[I64] * (2 + num_tokens + 3)]
+        code = Code(module, f"dot_{self.rows}x{num_tokens}", kinds, internal=True)
+        codes, row_bytes, scales, scale_bytes = (code.parameters[i] for i in (slice(0, 2), 2, slice(3, 5), 5))
+        group_scales, row_scales, vectors = code.parameters[6:8], code.parameters[8:10], code.parameters[10:-3]
+        out, columns, ahead = code.parameters[-3:]
+        half = self.rows // 2
+        starts = [start + row_bytes * i for start in codes for i in range(half)]
+        scale_starts = [start + scale_bytes * i for start in scales for i in range(half)]
+        rows = [self.open_row(code, num_tokens) for _ in starts]
         shared = self.open_loop(code)
 
         def steps(step: Val, width: int) -> None:
             xs = [x + step * (self.columns * self.x_bits // 8) for x in vectors]
-            for row, start, scale in zip(rows, codes, scales, strict=True):
+            for row, start, scale in zip(rows, starts, scale_starts, strict=True):
                 at = start + step * self.step_bytes
                 code.prefetch(at + ahead)
                 lanes = self.step_scale(code, scale, step, width) if self.stored.scales_columns else None
@@ -94,24 +99,55 @@ class Dots(ABC):
         if self.columns > 32:
             with code.if_(columns % self.columns > 0):
                 steps(whole, 32)
+        factors = [self._factor(code, *pair) for pair in zip(group_scales, row_scales, strict=True)]
+        factor = factors[0].joined(factors[1], list(range(self.rows)))
         for token in range(num_tokens):
-            for index, (row, factor) in enumerate(zip(rows, factors, strict=True)):
-                code.store(self.finish(code, row, token) * factor, out + 4 * (2 * token + index))
+            totals = fold_rows([row.sums[token].get() for row in rows])
+            totals = self.finish(code, rows, totals)
+            code.store(totals * factor, out + 4 * self.rows * token)
         code.end()
         return code.function
 
+    def _factor(self, code: Code, group_scale: Val, row_scales: Val) -> Val:
+        """What multiplies the dot products of a group's rows."""
+        factor = (group_scale * self.unit).splat(self.rows // 2)
+        if self.stored.scale_bytes and not self.stored.scales_columns:
+            factor = factor * code.load(factor.type, row_scales)
+        return factor
+
 
 class Row:
-    """Running sums of one row: `sums[token]` are vectors of 16 lanes; `largest` see WideDots."""
+    """Running sums of one row: `sums[token]` has 16 lanes; `largest` see WideDots."""
 
-    def __init__(self, code: Code, num_tokens: int, chains: int, largest: Var | None = None) -> None:
-        self.sums = [[code.var(code.zeros(F32X16)) for _ in range(chains)] for _ in range(num_tokens)]
+    def __init__(self, code: Code, num_tokens: int, largest: Var | None = None) -> None:
+        self.sums = [code.var(code.zeros(F32X16)) for _ in range(num_tokens)]
         self.largest = largest
 
 
-def add_scaled(code: Code, sums: list[Var], product: Val, scale: Val) -> None:
-    """Add the scaled sum of a step."""
-    sums[0].set(code.fma(product, scale, sums[0].get()))
+def fold_rows(vectors: list[Val]) -> Val:
+    """The sum of each vector's lanes, as one vector: halves on each other, the vectors side by side.
+
+    The order of a row's additions is the same for any number of rows.
+    """
+    width = LANES
+    while width > 1:
+        half = width // 2
+        if len(vectors) > 1:  # two half-empty vectors become one
+            pairs = [(a, b) for a, b in zip(vectors[0::2], vectors[1::2], strict=True)]
+        else:
+            pairs = [(vectors[0], None)]
+        vectors = [_fold_pair(a, b, width, half) for a, b in pairs]
+        width = half
+    return vectors[0]
+
+
+def _fold_pair(a: Val, b: Val | None, width: int, half: int) -> Val:
+    count = a.type.count
+    low = [start + i for start in range(0, count, width) for i in range(half)]
+    high = [i + half for i in low]
+    if b is None:
+        return a.lanes(low) + a.lanes(high)
+    return a.joined(b, [*low, *(i + count for i in low)]) + a.joined(b, [*high, *(i + count for i in high)])
 
 
 def spread(code: Code, scales: Val, count: int, lanes_each: int) -> Val:

@@ -21,10 +21,10 @@ F32X16 = ir.VectorType(F32, LANES)
 VOID = ir.VoidType()
 
 
-class _BFloatType(ir.FloatType):
+class _BFloatType(ir.Type):
     """LLVM's bfloat, which llvmlite does not name."""
 
-    def __str__(self) -> str:
+    def _to_string(self) -> str:
         return "bfloat"
 
 
@@ -133,6 +133,10 @@ class Val:
 
     def lane(self, index: int) -> Val:
         return self._new(self._builder.extract_element(self.raw, ir.Constant(I32, index)))
+
+    def replaced(self, index: int, value: Val) -> Val:
+        """This vector with another value in one lane."""
+        return self._new(self._builder.insert_element(self.raw, value.raw, ir.Constant(I32, index)))
 
     def splat(self, lanes: int = LANES) -> Val:
         """A vector with this scalar in every lane."""

@@ -92,6 +92,7 @@ def load_layer(format: str, gate_fn: str) -> Layer:
 
 def compile_layer(format: str, gate_fn: str, *, assembly: bool = False) -> Any:
     """Object code for this processor (bytes), or its assembly (str)."""
+    features = frozenset(name for name, there in _llvm().get_host_cpu_features().items() if there)
     from warpring.kernels.cores.layer import build
 
     llvm = _llvm()
@@ -101,7 +102,7 @@ def compile_layer(format: str, gate_fn: str, *, assembly: bool = False) -> Any:
     start = time.perf_counter()
     machine = _target_machine()
     try:
-        module = llvm.parse_assembly(str(build(format, gate_fn)))
+        module = llvm.parse_assembly(str(build(format, gate_fn, features)))
         module.verify()
         builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
         builder.getModulePassManager().run(module, builder)

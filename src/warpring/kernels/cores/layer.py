@@ -11,31 +11,39 @@ that want the expert. Who takes which block changes no bit: a dot product is 16 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
-from warpring.kernels.cores.codes import CODES, STEP, Codes, is_nan_row
-from warpring.kernels.cores.emit import F32, F32X16, I8, I16, I32, I64, LANES, Code, Val, vector
+from warpring.kernels.cores.arguments import FIELDS, PADDING, ROWS
+from warpring.kernels.cores.dots import Dots
+from warpring.kernels.cores.elementwise import activation, bf16_bits, scale_values
+from warpring.kernels.cores.emit import F32, F32X16, I16, I32, I64, LANES, Code, Val, vector
+from warpring.kernels.cores.formats import STORED
+from warpring.kernels.cores.pairs import FEATURES, PairDots
+from warpring.kernels.cores.wide import WideDots
 
-#: Arguments of all three functions: one array of 8-byte fields, in this order. Strides are bytes. The first three
-#: are written by the functions, and start at 0.
-FIELDS = (
-    *("next_gate_up", "next_down", "num_active"),
-    *("x", "x_stride", "idx", "idx_stride", "idx_bytes", "weights", "weights_stride", "out", "out_stride"),
-    *("num_tokens", "topk", "num_experts", "hidden", "intermediate"),
-    *("w13", "w13_scale", "w13_global", "w13_bias", "w2", "w2_scale", "w2_global", "w2_bias"),
-    *("wide_x", "act", "y", "cursor", "active", "first", "pair_token", "pair_weight"),
-    *("alpha", "limit", "up_offset"),
-)
-#: Output rows that a thread takes at a time; divides hidden and intermediate.
-ROWS = 32
-#: Tokens of one pass over a pair of rows.
-TOKENS = 2
-_FLOAT_STEP = 4 * STEP
+
+def build(format: str, gate_fn: str, features: frozenset[str]) -> Any:
+    """The module with `plan`, `gate_up` and `down`, each `void (i64 address of FIELDS)`.
+
+    Args:
+        format: a number format.
+        gate_fn: a gate function of `Activation`.
+        features: LLVM's names of the processor's features.
+    """
+    stored = STORED[format]
+    pairs = stored.codes != "bf16" and features.issuperset(FEATURES)
+    dots = PairDots(stored) if pairs else WideDots(stored)
+    module = ir.Module(f"warpring_{format}_{gate_fn}")
+    functions = {count: dots.build(module, count) for count in dots.passes}
+    _plan(module, dots)
+    _gate_up(module, dots, functions, gate_fn)
+    _down(module, dots, functions)
+    return module
 
 
 class Arguments:
@@ -54,116 +62,84 @@ class Arguments:
     def float(self, name: str) -> Val:
         return self._code.load(F32, self.address(name))
 
-
-def build(format: str, gate_fn: str) -> Any:
-    """The module with `plan`, `gate_up` and `down`, each `void (i64 address of FIELDS)`."""
-    codes = CODES[format]
-    module = ir.Module(f"warpring_{format}_{gate_fn}")
-    dots = {count: _dot_rows(module, codes, count) for count in (TOKENS, 1)}
-    _plan(module, codes)
-    _gate_up(module, codes, dots, gate_fn)
-    _down(module, codes, dots)
-    return module
-
-
-# -- dot products ----------------------------------------------------------------------------------------------------
-
-
-def _dot_rows(module: Any, codes: Codes, num_tokens: int) -> Any:
-    """`dot`: two rows with each of `num_tokens` vectors; the products go to out[token][row].
-
-    Parameters: codes of row 0 and 1; their FP32 scales; their factors; addresses of the vectors; out; number of steps;
-    distance in bytes at which codes are prefetched.
-    """
-    kinds = [*[I64] * 4, F32, F32, *[I64] * (num_tokens + 3)]
-    code = Code(module, f"dot_2x{num_tokens}", kinds, internal=True)
-    rows, scales, factors = code.parameters[0:2], code.parameters[2:4], code.parameters[4:6]
-    vectors, (out, steps, ahead) = code.parameters[6:-3], code.parameters[-3:]
-    scaled = codes.scale_block[1] > 0
-    sums = [[[code.var(code.zeros(F32X16)) for _ in range(1 if scaled else 2)] for _ in vectors] for _ in rows]
-    largest = [code.var(code.zeros(vector(I8, STEP))) if codes.tracks_nan else None for _ in rows]
-    with code.loop(code.i64(0), steps) as step:
-        offset = step * codes.step_bytes
-        xs = [[code.load(F32X16, x + step * _FLOAT_STEP + 4 * LANES * half) for half in (0, 1)] for x in vectors]
-        for row in (0, 1):
-            code.prefetch(rows[row] + offset + ahead)
-            low, high = codes.decode(code, rows[row] + offset, largest[row])
-            scale = _step_scale(code, codes, scales[row], step) if scaled else None
-            for sum_, (x_low, x_high) in zip(sums[row], xs, strict=True):
-                if scale is None:
-                    sum_[0].set(code.fma(low, x_low, sum_[0].get()))
-                    sum_[1].set(code.fma(high, x_high, sum_[1].get()))
-                else:
-                    product = code.fma(high, x_high, low * x_low)
-                    sum_[0].set(code.fma(product, scale, sum_[0].get()))
-    for token in range(num_tokens):
-        for row in (0, 1):
-            lanes = sums[row][token][0].get()
-            if not scaled:
-                lanes = lanes + sums[row][token][1].get()
-            total = code.fold(lanes, lambda a, b: a + b) * factors[row]
-            if (seen := largest[row]) is not None:
-                total = is_nan_row(code, seen).select(code.f32(float("nan")), total)
-            code.store(total, out + 4 * (2 * token + row))
-    code.end()
-    return code.function
-
-
-def _step_scale(code: Code, codes: Codes, scales: Val, step: Val) -> Val:
-    """The scale of a step's products, lane by lane."""
-    if codes.scales_per_step == 2:
-        pair = code.load(vector(F32, 2), scales + step * 8)
-        return pair.lanes([0] * (LANES // 2) + [1] * (LANES // 2))
-    steps_per_scale = codes.scale_block[1] // STEP
-    index = step if steps_per_scale == 1 else step >> (steps_per_scale.bit_length() - 1)
-    return code.load(F32, scales + index * 4).splat()
+    def arranged_bytes(self, dots: Dots, cols: Val) -> Val:
+        """Bytes of a vector of `cols` activations, padded."""
+        return ((cols + (PADDING - 1)) & -PADDING) * (dots.x_bits // 8)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One [rows, cols] matrix of an expert, seen from inside a function."""
+    """One [rows, cols] matrix of an expert, seen from inside a function.
+
+    Attributes:
+        data, scale, global_scale: addresses of the whole tensors.
+        index: which of their matrices this is.
+        scratch: where `decode_scales` puts the scales of `ROWS` rows.
+    """
 
     code: Code
-    codes: Codes
+    dots: Dots
     data: Val
     scale: Val
     global_scale: Val
     index: Val
     rows: Val
     cols: Val
+    scratch: Val
 
     @property
     def row_bytes(self) -> Val:
-        return (self.cols // STEP) * self.codes.step_bytes
+        return (self.cols * self.dots.stored.code_bits) >> 3
 
     def row(self, row: Val) -> Val:
         """Address of a row's codes."""
         return self.data + (self.index * self.rows + row) * self.row_bytes
 
-    def scales(self, row: Val, scratch: Val) -> Val:
-        """Address of a row's FP32 scales: where they are stored, or `scratch`, to which they are decoded."""
-        codes, code = self.codes, self.code
-        block_rows, block_cols = codes.scale_block
-        if not codes.scale_bytes or not block_cols:
-            return scratch
-        per_row = (self.cols + (block_cols - 1)) // block_cols
-        down = (self.rows + (block_rows - 1)) // block_rows
-        stored = self.scale + (self.index * down + row // block_rows) * per_row * codes.scale_bytes
-        if codes.scale_bytes == 4:
-            return stored
-        with code.loop(code.i64(0), per_row) as i:
-            code.store(codes.scale_value(code, stored + i), scratch + i * 4)
-        return scratch
+    def decode_scales(self, start: Val) -> None:
+        """Decode the one-byte scales of rows start..start + ROWS, which lie next to each other."""
+        if self.dots.stored.scale_bytes == 1:
+            per_row, code = self._scales_per_row, self.code
+            stored = self.scale + (self.index * self.rows + start) * per_row
+            # ROWS is a multiple of LANES: so is the number of scales.
+            with code.loop(code.i64(0), per_row * ROWS, LANES) as i:
+                values = scale_values(code, self.dots.stored, stored + i)
+                code.store(values, self.scratch + i * 4)
 
-    def factor(self, row: Val) -> Val:
-        """What multiplies a row's dot product."""
-        codes, code = self.codes, self.code
-        factor = code.f32(codes.unit)
-        if codes.has_global_scale:
-            factor = factor * code.load(F32, self.global_scale + self.index * 4)
-        if codes.scale_bytes and not codes.scale_block[1]:
-            factor = factor * codes.scale_value(code, self.scale + (self.index * self.rows + row) * 4)
-        return factor
+    def scales(self, row: Val, start: Val) -> tuple[Val, Val]:
+        """Address of the FP32 scales of a row whose block was decoded from `start` on; bytes to the next row's."""
+        stored, code = self.dots.stored, self.code
+        if stored.scale_bytes == 1:
+            size = self._scales_per_row * 4
+            return self.scratch + (row - start) * size, size
+        if not stored.scales_columns:
+            return code.i64(0), code.i64(0)
+        # ROWS divides the rows of a block: its rows share their scales.
+        block_rows = stored.scale_block[0]
+        down = (self.rows + (block_rows - 1)) // block_rows
+        address = self.scale + (self.index * down + row // block_rows) * self._scales_per_row * 4
+        return address, code.i64(0)
+
+    def whole_scale(self) -> Val:
+        """The matrix's own scale."""
+        if not self.dots.stored.has_global_scale:
+            return self.code.f32(1.0)
+        return self.code.load(F32, self.global_scale + self.index * 4)
+
+    def row_scale(self, row: Val) -> Val:
+        """Address of a row's only scale."""
+        return self.scale + (self.index * self.rows + row) * 4
+
+    @property
+    def _scales_per_row(self) -> Val:
+        block = self.dots.stored.scale_block[1]
+        return (self.cols + (block - 1)) // block
+
+
+def _scale_scratch(code: Code, dots: Dots, cols: Val) -> Val:
+    """Stack for the decoded scales of `ROWS` rows."""
+    if dots.stored.scale_bytes != 1:
+        return code.i64(0)
+    return code.dynamic_slot(F32, (cols // dots.stored.scale_block[1]) * ROWS)
 
 
 @contextmanager
@@ -175,46 +151,67 @@ def _blocks(code: Code, counter: Val, count: Val) -> Iterator[Val]:
         block.set(code.fetch_add(counter, 1))
 
 
-def _dot_pairs(
-    code: Code, dots: dict[int, Any], first: Val, last: Val, common: list[Val], x_of: Any, tail: list[Val], use: Any
-) -> None:
-    """`dot` for the pairs first..last of one expert, `TOKENS` at a time; `use(pair, address of its two products)`."""
-    results = tail[0]
-    pair = code.var(first)
-    for count in (TOKENS, 1):
-        with code.while_(lambda count=count: pair.get() + (count - 1) < last):
-            now = pair.get()
-            code.call(dots[count], *common, *(x_of(now + i) for i in range(count)), *tail)
-            for i in range(count):
-                use(now + i, results + 8 * i)
-            pair.set(now + count)
+@dataclass(frozen=True)
+class Pass:
+    """The dot products of a few rows with the vectors of one expert's pairs.
+
+    Attributes:
+        functions: `Dots.build` for several numbers of tokens.
+        groups: (matrix, first row) of the two groups of rows.
+        start: first row of the block that they belong to.
+        vector_of: address of the vector of a pair.
+        products: stack for the results of one call.
+        next_rows: how many rows further on a matrix the next call reads.
+    """
+
+    functions: dict[int, Any]
+    groups: list[tuple[Matrix, Val]]
+    start: Val
+    vector_of: Callable[[Val], Val]
+    products: Val
+    next_rows: int
+
+    def run(self, code: Code, first: Val, last: Val, use: Callable[[Val, Val], None]) -> None:
+        """Build the calls for pairs first..last; `use` gets a pair and the address of its products."""
+        matrix = self.groups[0][0]
+        scales = [m.scales(row, self.start) for m, row in self.groups]
+        common = [
+            *(m.row(row) for m, row in self.groups),
+            matrix.row_bytes,
+            *(address for address, _ in scales),
+            scales[0][1],
+            *(m.whole_scale() for m, _ in self.groups),
+            *(m.row_scale(row) for m, row in self.groups),
+        ]
+        tail = [self.products, matrix.cols, matrix.row_bytes * self.next_rows]
+        pair = code.var(first)
+        for count, function in self.functions.items():
+            with code.while_(lambda count=count: pair.get() + (count - 1) < last):
+                now = pair.get()
+                code.call(function, *common, *(self.vector_of(now + i) for i in range(count)), *tail)
+                for i in range(count):
+                    use(now + i, self.products + 4 * matrix.dots.rows * i)
+                pair.set(now + count)
+
+
+def _products(code: Code, dots: Dots) -> Val:
+    return code.slot(F32, dots.rows * max(dots.passes))
 
 
 # -- the three functions ---------------------------------------------------------------------------------------------
 
 
-def _plan(module: Any, codes: Codes) -> None:
+def _plan(module: Any, dots: Dots) -> None:
     code = Code(module, "plan", [I64])
     args = Arguments(code)
-    topk, num_experts, cursor = args.topk, args.num_experts, args.cursor
     zero = code.i64(0)
-    with code.loop(zero, num_experts) as e:
-        code.store(zero, cursor + e * 8)
-
-    @contextmanager
-    def used_slots() -> Iterator[tuple[Val, Val, Val]]:
-        """(token, slot, address of its expert's cursor) of all slots that name an expert."""
-        with code.loop(zero, args.num_tokens) as token, code.loop(zero, topk) as slot:
-            # The low half of an int64 id: moe_decode has seen to it that ids are -1 or name an expert.
-            e = code.load(I32, args.idx + token * args.idx_stride + slot * args.idx_bytes).sext(I64)
-            with code.if_(e > -1):
-                yield token, slot, cursor + e * 8
-
-    with used_slots() as (_, _, at):
+    with code.loop(zero, args.num_experts) as e:
+        code.store(zero, args.cursor + e * 8)
+    with _used_slots(code, args) as (_, _, at):
         code.store(code.load(I64, at) + 1, at)
     num_active, position = code.var(zero), code.var(zero)
-    with code.loop(zero, num_experts) as e:
-        at = cursor + e * 8
+    with code.loop(zero, args.num_experts) as e:
+        at = args.cursor + e * 8
         pairs = code.load(I64, at)
         with code.if_(pairs > 0):
             n = num_active.get()
@@ -225,172 +222,123 @@ def _plan(module: Any, codes: Codes) -> None:
             num_active.set(n + 1)
     code.store(position.get(), args.first + num_active.get() * 8)
     code.store(num_active.get(), args.address("num_active"))
-    with used_slots() as (token, slot, at):
+    act_bytes = args.arranged_bytes(dots, args.intermediate)
+    with _used_slots(code, args) as (token, slot, at):
         pair = code.load(I64, at)
         code.store(pair + 1, at)
         code.store(token, args.pair_token + pair * 8)
         code.store(code.load(F32, args.weights + token * args.weights_stride + slot * 4), args.pair_weight + pair * 4)
+        _zero_padding(code, dots, args.act + (pair + 1) * act_bytes)
+    x_bytes = args.arranged_bytes(dots, args.hidden)
     with code.loop(zero, args.num_tokens) as token:
-        to = args.wide_x + token * args.hidden * 4
-        with code.loop(zero, args.hidden, STEP) as col:
-            _widen_step(code, codes, args.x + token * args.x_stride + col * 2, to + col * 4)
+        to = args.arranged_x + token * x_bytes
+        _zero_padding(code, dots, to + x_bytes)
+        with code.loop(zero, args.hidden) as col:
+            bits = code.load(I16, args.x + token * args.x_stride + col * 2)
+            _store_activation(code, dots, bits, to, col)
     code.end()
 
 
-def _widen_step(code: Code, codes: Codes, bf16: Val, to: Val) -> None:
-    """32 BF16 values as FP32, in the order in which the format's weights are decoded."""
-    if codes.interleaved:
-        pairs = code.load(vector(I32, LANES), bf16)
-        low, high = pairs << 16, pairs & -0x10000
-    else:
-        low, high = (code.load(vector(I16, LANES), bf16 + 2 * LANES * h).zext(vector(I32, LANES)) << 16 for h in (0, 1))
-    code.store(low.as_bits(F32X16), to)
-    code.store(high.as_bits(F32X16), to + 4 * LANES)
+@contextmanager
+def _used_slots(code: Code, args: Arguments) -> Iterator[tuple[Val, Val, Val]]:
+    """(token, slot, address of its expert's cursor) of all slots that name an expert."""
+    zero = code.i64(0)
+    with code.loop(zero, args.num_tokens) as token, code.loop(zero, args.topk) as slot:
+        # The low half of an int64 id: moe_decode has seen to it that ids are -1 or name an expert.
+        e = code.load(I32, args.idx + token * args.idx_stride + slot * args.idx_bytes).sext(I64)
+        with code.if_(e > -1):
+            yield token, slot, args.cursor + e * 8
 
 
-def _gate_up(module: Any, codes: Codes, dots: dict[int, Any], gate_fn: str) -> None:
+def _zero_padding(code: Code, dots: Dots, end: Val) -> None:
+    """Zero the last `PADDING` activations of a vector that ends at `end`."""
+    size = PADDING * dots.x_bits // 8
+    for offset in range(0, size, 4 * LANES):
+        code.store(code.zeros(F32X16), end + (offset - size))
+
+
+def _store_activation(code: Code, dots: Dots, bf16: Val, base: Val, col: Val) -> None:
+    """Put column `col`, given as the bits of a BF16 number, into the vector at `base`."""
+    value = bf16 if dots.x_bits == 16 else bf16.zext(I32) << 16
+    code.store(value, base + dots.spot(col) * (dots.x_bits // 8))
+
+
+def _gate_up(module: Any, dots: Dots, functions: dict[int, Any], gate_fn: str) -> None:
     code = Code(module, "gate_up", [I64])
     args = Arguments(code)
     hidden, intermediate = args.hidden, args.intermediate
+    x_bytes, act_bytes = (args.arranged_bytes(dots, cols) for cols in (hidden, intermediate))
     blocks_per_expert = intermediate // ROWS
-    products = code.slot(F32, 2 * TOKENS)
-    scratch = _scale_scratch(code, codes, hidden)
+    products = _products(code, dots)
+    scratch = [_scale_scratch(code, dots, hidden) for _ in (0, 1)]
     with _blocks(code, args.address("next_gate_up"), args.num_active * blocks_per_expert) as block:
         active, start = block // blocks_per_expert, (block % blocks_per_expert) * ROWS
         expert = code.load(I64, args.active + active * 8)
         first, last = (code.load(I64, args.first + (active + i) * 8) for i in (0, 1))
-        matrices = [
-            Matrix(code, codes, args.w13, args.w13_scale, args.w13_global, expert * 2 + half, intermediate, hidden)
-            for half in (0, 1)
+        w13 = args.w13, args.w13_scale, args.w13_global
+        halves = [
+            Matrix(code, dots, *w13, expert * 2 + half, intermediate, hidden, scratch[half]) for half in (0, 1)
         ]
-        with code.loop(start, start + ROWS) as row:
-            common = [
-                *(m.row(row) for m in matrices),
-                *(m.scales(row, s) for m, s in zip(matrices, scratch, strict=True)),
-                *(m.factor(row) for m in matrices),
-            ]
+        for matrix in halves:
+            matrix.decode_scales(start)
+        group = dots.rows // 2
+        floats = vector(F32, group)
+        with code.loop(start, start + ROWS, group) as row:
 
             def use(pair: Val, products: Val, expert: Val = expert, row: Val = row) -> None:
-                gate_up = [code.load(F32, products + 4 * half) for half in (0, 1)]
-                bias = args.w13_bias
-                biased = [code.var(value) for value in gate_up]
-                with code.if_(bias > 0):
-                    for half, var in enumerate(biased):
-                        at = bias + ((expert * 2 + half) * intermediate + row) * 4
-                        var.set(var.get() + code.load(F32, at))
-                act = _activation(code, args, gate_fn, biased[0].get(), biased[1].get())
-                to = args.act + (pair * intermediate + _position(codes, row)) * 4
-                code.store((_bf16_bits(act).zext(I32) << 16).as_bits(F32), to)
+                values = [code.var(code.load(floats, products + 4 * group * half)) for half in (0, 1)]
+                with code.if_(args.w13_bias > 0):
+                    for half, value in enumerate(values):
+                        at = args.w13_bias + ((expert * 2 + half) * intermediate + row) * 4
+                        value.set(value.get() + code.load(floats, at))
+                numbers = (args.float(name).splat(group) for name in ("alpha", "limit", "up_offset"))
+                act = bf16_bits(activation(code, gate_fn, *(value.get() for value in values), *numbers))
+                for i in range(group):
+                    _store_activation(code, dots, act.lane(i), args.act + pair * act_bytes, row + i)
 
             def x_of(pair: Val) -> Val:
-                return args.wide_x + code.load(I64, args.pair_token + pair * 8) * hidden * 4
+                return args.arranged_x + code.load(I64, args.pair_token + pair * 8) * x_bytes
 
-            tail = [products, hidden // STEP, matrices[0].row_bytes]
-            _dot_pairs(code, dots, first, last, common, x_of, tail, use)
+            groups = [(matrix, row) for matrix in halves]
+            Pass(functions, groups, start, x_of, products, group).run(code, first, last, use)
     code.end()
 
 
-def _down(module: Any, codes: Codes, dots: dict[int, Any]) -> None:
+def _down(module: Any, dots: Dots, functions: dict[int, Any]) -> None:
     code = Code(module, "down", [I64])
     args = Arguments(code)
     hidden, intermediate = args.hidden, args.intermediate
+    act_bytes = args.arranged_bytes(dots, intermediate)
     zero = code.i64(0)
-    products = code.slot(F32, 2 * TOKENS)
-    scratch = _scale_scratch(code, codes, intermediate)
+    products = _products(code, dots)
+    scratch = _scale_scratch(code, dots, intermediate)
     with _blocks(code, args.address("next_down"), hidden // ROWS) as block:
         start = block * ROWS
         with code.loop(zero, args.num_tokens) as token:
-            for half in range(ROWS // LANES):
-                code.store(code.zeros(F32X16), args.y + (token * hidden + start + LANES * half) * 4)
+            code.store(code.zeros(F32X16), args.y + (token * hidden + start) * 4)
         with code.loop(zero, args.num_active) as active:
             expert = code.load(I64, args.active + active * 8)
             first, last = (code.load(I64, args.first + (active + i) * 8) for i in (0, 1))
-            w2 = Matrix(code, codes, args.w2, args.w2_scale, args.w2_global, expert, hidden, intermediate)
-            with code.loop(start, start + ROWS, 2) as row:
-                pair_of_rows = (row, row + 1)
-                common = [
-                    *(w2.row(r) for r in pair_of_rows),
-                    *(w2.scales(r, s) for r, s in zip(pair_of_rows, scratch, strict=True)),
-                    *(w2.factor(r) for r in pair_of_rows),
-                ]
+            w2 = Matrix(code, dots, args.w2, args.w2_scale, args.w2_global, expert, hidden, intermediate, scratch)
+            w2.decode_scales(start)
+            floats = vector(F32, dots.rows)
+            with code.loop(start, start + ROWS, dots.rows) as row:
 
                 def use(pair: Val, products: Val, expert: Val = expert, row: Val = row) -> None:
-                    values = code.var(code.load(vector(F32, 2), products))
-                    bias = args.w2_bias
-                    with code.if_(bias > 0):
-                        at = bias + (expert * hidden + row) * 4
-                        values.set(values.get() + code.load(vector(F32, 2), at))
-                    weight = code.load(F32, args.pair_weight + pair * 4).splat(2)
+                    values = code.var(code.load(floats, products))
+                    with code.if_(args.w2_bias > 0):
+                        values.set(values.get() + code.load(floats, args.w2_bias + (expert * hidden + row) * 4))
+                    weight = code.load(F32, args.pair_weight + pair * 4).splat(dots.rows)
                     token = code.load(I64, args.pair_token + pair * 8)
                     at = args.y + (token * hidden + row) * 4
-                    code.store(code.fma(weight, values.get(), code.load(vector(F32, 2), at)), at)
+                    code.store(code.fma(weight, values.get(), code.load(floats, at)), at)
 
                 def act_of(pair: Val) -> Val:
-                    return args.act + pair * intermediate * 4
+                    return args.act + pair * act_bytes
 
-                tail = [products, intermediate // STEP, w2.row_bytes * 2]
-                _dot_pairs(code, dots, first, last, common, act_of, tail, use)
+                groups = [(w2, row), (w2, row + dots.rows // 2)]
+                Pass(functions, groups, start, act_of, products, dots.rows).run(code, first, last, use)
         with code.loop(zero, args.num_tokens) as token:
-            for half in range(ROWS // LANES):
-                col = start + LANES * half
-                value = code.load(F32X16, args.y + (token * hidden + col) * 4)
-                code.store(_bf16_bits(value), args.out + token * args.out_stride + col * 2)
+            value = code.load(F32X16, args.y + (token * hidden + start) * 4)
+            code.store(bf16_bits(value), args.out + token * args.out_stride + start * 2)
     code.end()
-
-
-def _scale_scratch(code: Code, codes: Codes, cols: Val) -> list[Val]:
-    """Stack for the decoded scales of two rows."""
-    if codes.scale_bytes != 1:
-        return [code.i64(0)] * 2
-    return [code.dynamic_slot(F32, cols // codes.scale_block[1]) for _ in (0, 1)]
-
-
-def _position(codes: Codes, col: Val) -> Val:
-    """Where a column of the intermediate lies, so that it meets the format's weights as they are decoded."""
-    if not codes.interleaved:
-        return col
-    return (col & -STEP) + (col & 1) * LANES + ((col & (STEP - 1)) >> 1)
-
-
-# -- elementwise -----------------------------------------------------------------------------------------------------
-
-
-def _bf16_bits(value: Val) -> Val:
-    """FP32 to the bits of BF16: nearest, ties to even; NaN stays NaN."""
-    wide, narrow = (vector(I32, LANES), vector(I16, LANES)) if value.type == F32X16 else (I32, I16)
-    bits = value.as_bits(wide)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return (value.is_nan().select(bits.like(0x7FC0), rounded)).trunc(narrow)
-
-
-def _activation(code: Code, args: Arguments, gate_fn: str, gate: Val, up: Val) -> Val:
-    """act(gate, up) of warpring/activation.py. Comparisons are false for NaN, so that a NaN stays one."""
-    limit = args.float("limit")
-    gate = (gate > limit).select(limit, gate)
-    up = (up > limit).select(limit, up)
-    negative = code.f32(0.0) - limit
-    up = (up < negative).select(negative, up) + args.float("up_offset")
-    if gate_fn == "gelu_tanh":
-        # 0.5 g (1 + tanh(u)) = g / (1 + exp(-2u))
-        cubed = gate * gate * gate
-        exponent = code.fma(cubed, code.f32(0.044715), gate) * -1.5957691216057308
-    else:
-        exponent = gate * args.float("alpha") * -1.0
-    return gate / (_exp(code, exponent) + 1.0) * up
-
-
-def _exp(code: Code, x: Val) -> Val:
-    """e^x within 2 units of FP32's last place, infinite from 88 on; a NaN stays one."""
-    clamped = (x < -87.0).select(code.f32(-87.0), x)
-    clamped = (clamped > 88.0).select(code.f32(88.0), clamped)
-    # 2^23 * 1.5 has no fraction bits: added to a number it leaves the nearest integer in the low bits.
-    magic = 12582912.0
-    shifted = code.fma(clamped, code.f32(1.4426950408889634), code.f32(magic))
-    whole = shifted - magic
-    rest = code.fma(whole, code.f32(-0.693145751953125), clamped)
-    rest = code.fma(whole, code.f32(-1.428606765330187e-6), rest)
-    series = code.f32(1 / 5040)
-    for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-        series = code.fma(series, rest, code.f32(coefficient))
-    power = ((shifted.as_bits(I32) << 23) + (127 << 23)).as_bits(F32)
-    return (x > 88.0).select(code.f32(float("inf")), series * power)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from warpring.kernels.cores.dots import Dots, Row, add_scaled, spread
+from warpring.kernels.cores.dots import Dots, Row, spread
 from warpring.kernels.cores.emit import BF16, F32X16, I8, I16, LANES, Code, Val, vector
 from warpring.kernels.cores.formats import E2M1_VALUES, E4M3_VALUES, StoredFormat
 
@@ -27,7 +27,8 @@ class PairDots(Dots):
     columns = STEP
     x_bits = 16
     unit = 1.0
-    passes = (4, 2, 1)
+    rows = 8
+    passes = (2, 1)
 
     def __init__(self, stored: StoredFormat) -> None:
         super().__init__(stored)
@@ -41,7 +42,7 @@ class PairDots(Dots):
         return (col & -STEP) + (inside & 1) * 32 + (inside >> 1)
 
     def open_row(self, code: Code, num_tokens: int) -> Row:
-        return Row(code, num_tokens, 1 if self.stored.scales_columns else 2)
+        return Row(code, num_tokens)
 
     def open_loop(self, code: Code) -> Any:
         """The tables: BF16 numbers of the E4M3 magnitudes, low and high bytes; or of the E2M1 codes, twice."""
@@ -53,14 +54,12 @@ class PairDots(Dots):
 
     def step(self, code: Code, shared: Any, row: Row, at: Val, scale: Val | None, xs: list[Val], columns: int) -> None:
         low, high = (self._e4m3 if self._byte_wide else self._e2m1)(code, shared, at, columns)
-        for sums, x in zip(row.sums, xs, strict=True):
-            x_low, x_high = (code.load(_NUMBERS, x + STEP * half) for half in (0, 1))
-            if scale is None:
-                for sum_, weights, activations in ((sums[0], low, x_low), (sums[1], high, x_high)):
-                    sum_.set(code.target(_MULTIPLY, F32X16, sum_.get(), weights, activations))
-            else:
-                product = code.target(_MULTIPLY, F32X16, code.zeros(F32X16), low, x_low)
-                add_scaled(code, sums, code.target(_MULTIPLY, F32X16, product, high, x_high), scale)
+        for total, x in zip(row.sums, xs, strict=True):
+            product = total.get() if scale is None else code.zeros(F32X16)
+            for half, weights in enumerate((low, high)):
+                activations = code.load(_NUMBERS, x + STEP * half)
+                product = code.target(_MULTIPLY, F32X16, product, weights, activations)
+            total.set(product if scale is None else code.fma(product, scale, total.get()))
 
     def step_scale(self, code: Code, scales: Val, step: Val, columns: int) -> Val:
         block = self.stored.scale_block[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from warpring.kernels.cores.dots import Dots, Row, add_scaled, spread
+from warpring.kernels.cores.dots import Dots, Row, spread
 from warpring.kernels.cores.emit import F16, F32X16, I8, I16, I32, LANES, Code, Val, vector
 from warpring.kernels.cores.formats import E4M3_NAN, StoredFormat
 
@@ -22,6 +22,7 @@ _LOW, _HIGH = list(range(LANES)), list(range(LANES, 2 * LANES))
 class WideDots(Dots):
     columns = STEP
     x_bits = 32
+    rows = 4
     passes = (2, 1)
 
     def __init__(self, stored: StoredFormat) -> None:
@@ -36,20 +37,19 @@ class WideDots(Dots):
 
     def open_row(self, code: Code, num_tokens: int) -> Row:
         largest = code.var(code.zeros(vector(I8, STEP))) if self.stored.codes == "e4m3" else None
-        return Row(code, num_tokens, 1 if self.stored.scales_columns else 2, largest)
+        return Row(code, num_tokens, largest)
 
     def open_loop(self, code: Code) -> Any:
         return None
 
     def step(self, code: Code, shared: Any, row: Row, at: Val, scale: Val | None, xs: list[Val], columns: int) -> None:
         low, high = self._decode(code, row, at)
-        for sums, x in zip(row.sums, xs, strict=True):
+        for total, x in zip(row.sums, xs, strict=True):
             x_low, x_high = (code.load(F32X16, x + 4 * LANES * half) for half in (0, 1))
             if scale is None:
-                sums[0].set(code.fma(low, x_low, sums[0].get()))
-                sums[1].set(code.fma(high, x_high, sums[1].get()))
+                total.set(code.fma(high, x_high, code.fma(low, x_low, total.get())))
             else:
-                add_scaled(code, sums, code.fma(high, x_high, low * x_low), scale)
+                total.set(code.fma(code.fma(high, x_high, low * x_low), scale, total.get()))
 
     def step_scale(self, code: Code, scales: Val, step: Val, columns: int) -> Val:
         block = self.stored.scale_block[1]
@@ -57,12 +57,13 @@ class WideDots(Dots):
             return spread(code, scales + step * 8, 2, LANES // 2)
         return spread(code, scales + (step // (block // STEP)) * 4, 1, LANES)
 
-    def finish(self, code: Code, row: Row, token: int) -> Val:
-        total = super().finish(code, row, token)
-        if row.largest is None:
-            return total
-        largest = code.fold(row.largest.get(), code.umax).zext(I32)
-        return largest.equals(2 * E4M3_NAN).select(code.f32(float("nan")), total)
+    def finish(self, code: Code, rows: list[Row], totals: Val) -> Val:
+        for index, row in enumerate(rows):
+            if row.largest is not None:
+                largest = code.fold(row.largest.get(), code.umax).zext(I32)
+                value = largest.equals(2 * E4M3_NAN).select(code.f32(float("nan")), totals.lane(index))
+                totals = totals.replaced(index, value)
+        return totals
 
     def _decode(self, code: Code, row: Row, at: Val) -> tuple[Val, Val]:
         """The 32 codes at `at` as two vectors."""
