@@ -246,11 +246,15 @@ def test_unknown_model_type_names_the_known_ones(path: Path) -> None:
         ({"hidden_act": "relu"}, UnsupportedError, r"hidden_act must be one of silu.*'relu'"),
         ({"hidden_act": None}, UnsupportedError, r"hidden_act must be one of silu.*None"),
         ({"swiglu_alpha": 1.7}, UnsupportedError, r"swiglu_alpha=1\.7"),
-        ({"swiglu_limit": 0.0}, ArgumentError, r"limit must be > 0"),
+        ({"swiglu_limit": 0.0}, CheckpointError, r"swiglu_limit as a positive number"),
         ({"num_experts": None}, CheckpointError, r"num_experts or n_routed_experts or num_local_experts"),
-        ({"num_experts": "3"}, CheckpointError, r"positive integer num_experts; got '3'"),
-        ({"moe_intermediate_size": 0}, CheckpointError, r"positive integer moe_intermediate_size; got 0"),
-        ({"hidden_size": True}, CheckpointError, r"positive integer hidden_size; got True"),
+        ({"num_experts": "3"}, CheckpointError, r"must have num_experts as an integer, 1 to [0-9]+; got '3'"),
+        (
+            {"moe_intermediate_size": 0},
+            CheckpointError,
+            r"must have moe_intermediate_size as an integer, 1 to [0-9]+; got 0",
+        ),
+        ({"hidden_size": True}, CheckpointError, r"must have hidden_size as an integer, 1 to [0-9]+; got True"),
         ({"quantization_config": [1]}, CheckpointError, r"quantization_config .* must be an object"),
         ({"quantization_config": {"weight_block_size": [64, 64]}}, UnsupportedError, r"\[128, 128\].*\[64, 64\]"),
         (
@@ -274,6 +278,44 @@ def test_config_that_does_not_fit_is_refused(
     edit_config(path, **changes)
     with pytest.raises(error, match=message):
         Checkpoint(path)
+
+
+HOSTILE_SETTINGS = {
+    "num_experts": (0, True, 1025, 10**12, 2**70),
+    "hidden_size": (0, 2**60, "a"),
+    "num_hidden_layers": (0, "q", 10**9),
+    "model_type": ([], {}),
+    "hidden_act": (["silu"],),
+    "swiglu_limit": ("x", [1], -1, float("nan")),
+    "mlp_only_layers": (5, "x", [[1]], ["a"]),
+    "mlp_layer_types": ("dense", [1]),
+    "decoder_sparse_step": ("x", 0, -1),
+    "first_k_dense_replace": ("x", [], -1),
+    "moe_layer_freq": ("x", [0, 1], 0),
+    "quantization_config": ({"quant_method": "warpring", "version": 1, "format": []},),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in HOSTILE_SETTINGS.items() for value in values]
+)
+def test_setting_of_another_kind_is_refused_by_name(path: Path, key: str, value: object) -> None:
+    edit_config(path, **{key: value})
+    with pytest.raises((CheckpointError, UnsupportedError), match=rf"config\.json (must have {key}|has )"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"num_experts": ' + "9" * 5000 + "}"], ids=["deep", "long number"])
+def test_json_beyond_what_python_reads_is_refused(path: Path, text: str) -> None:
+    (path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        Checkpoint(path)
+
+
+def test_expert_id_too_long_for_a_number_is_unknown(path: Path) -> None:
+    edit_tensors(path, set_tensor(f"model.layers.1.mlp.experts.{'9' * 5000}.up_proj.weight", torch.zeros(1)))
+    with pytest.raises(CheckpointError, match=r"9\.up_proj\.weight .* is unknown"):
+        Checkpoint(path).load_experts(1)
 
 
 def test_clamp_in_the_config_is_never_dropped(path: Path) -> None:

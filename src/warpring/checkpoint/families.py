@@ -13,13 +13,19 @@ from typing import Any, cast
 
 from warpring.activation import Activation, GateFn, clipped_swiglu, gpt_oss_swiglu
 from warpring.errors import CheckpointError, UnsupportedError
+from warpring.experts import MAX_EXPERTS
 
 Config = Mapping[str, Any]
+
+# config.json is untrusted: names of experts and layers are listed before they are looked for, so a number that no
+# model has must not fill the memory.
+MAX_LAYERS = 10_000
+MAX_SIZE = 1 << 31
 
 #: The experts of a decoder layer, however the family calls the MoE block. What lies elsewhere (multi-token
 #: prediction heads, vision towers) is no decoder layer and stays among the other tensors.
 LAYER = re.compile(
-    r"^(?P<block>(?:model\.|model\.language_model\.|language_model\.model\.)?layers\.(?P<layer>\d+)\."
+    r"^(?P<block>(?:model\.|model\.language_model\.|language_model\.model\.)?layers\.(?P<layer>\d{1,9})\."
     r"(?:(?:mlp|block_sparse_moe|ffn)\.)?)(?P<kind>experts|shared_experts?)\.(?P<tail>.+)$"
 )
 
@@ -85,6 +91,45 @@ def _deepseek_v4(config: Config) -> Activation:
     return clipped_swiglu() if activation.limit is None else activation
 
 
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_step(value: object) -> bool:
+    return _is_count(value) and value != 0
+
+
+def _list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, cast(list[object], value)))
+
+
+_STRING = ("a string", _is_string)
+_NUMBER = ("a positive number", _is_positive)
+_STEP = ("a positive integer", _is_step)
+#: Settings that decide what is loaded: key -> (what it must be, whether a value is). Sizes have rules of their own.
+_SETTINGS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "model_type": _STRING,
+    "hidden_act": _STRING,
+    "hidden_activation": _STRING,
+    "swiglu_limit": _NUMBER,
+    "swiglu_alpha": _NUMBER,
+    "num_hidden_layers": _STEP,
+    "first_k_dense_replace": ("an integer of at least 0", _is_count),
+    "moe_layer_freq": _STEP,
+    "decoder_sparse_step": _STEP,
+    "mlp_only_layers": ("a list of integers of at least 0", _list_of(_is_count)),
+    "mlp_layer_types": ("a list of strings", _list_of(_is_string)),
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """How one group of models stores its experts.
@@ -137,6 +182,15 @@ class MoeSizes:
     hidden: int
 
 
+def check_config(config: Config) -> None:
+    """CheckpointError where a setting that is read from config.json is of another kind than models write it."""
+    for part in (config, text_config(config)):
+        for key, (wanted, fits) in _SETTINGS.items():
+            value = part.get(key)
+            if value is not None and not fits(value):
+                raise CheckpointError(f"Checkpoint: config.json must have {key} as {wanted}; got {value!r}.")
+
+
 def text_config(config: Config) -> Config:
     """The language model's part of a config: `text_config` of a multimodal model, else the whole."""
     inner = config.get("text_config")
@@ -158,7 +212,7 @@ def sizes_of(config: Config, family: Family) -> MoeSizes:
     """Expert count and sizes; CheckpointError names the missing key."""
     config = text_config(config)
     return MoeSizes(
-        num_experts=_positive(config, "num_experts", "n_routed_experts", "num_local_experts"),
+        num_experts=_positive(config, "num_experts", "n_routed_experts", "num_local_experts", most=MAX_EXPERTS),
         intermediate=_positive(config, family.intermediate),
         hidden=_positive(config, "hidden_size"),
     )
@@ -167,7 +221,7 @@ def sizes_of(config: Config, family: Family) -> MoeSizes:
 def moe_layers_of(config: Config, family: Family) -> list[int] | None:
     """Decoder layers that must have experts, or None where config.json leaves it open."""
     config = text_config(config)
-    layers = range(_positive(config, "num_hidden_layers"))
+    layers = range(_positive(config, "num_hidden_layers", most=MAX_LAYERS))
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list):
         return [layer for layer, kind in zip(layers, cast(list[Any], kinds), strict=False) if kind != "dense"]
@@ -181,12 +235,12 @@ def moe_layers_of(config: Config, family: Family) -> list[int] | None:
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
-def _positive(config: Config, *keys: str) -> int:
+def _positive(config: Config, *keys: str, most: int = MAX_SIZE) -> int:
     for key in keys:
         value = config.get(key)
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise CheckpointError(f"Checkpoint: config.json must have a positive integer {key}; got {value!r}.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            raise CheckpointError(f"Checkpoint: config.json must have {key} as an integer, 1 to {most}; got {value!r}.")
         return value
     raise CheckpointError(f"Checkpoint: config.json must have {' or '.join(keys)}; it has none.")

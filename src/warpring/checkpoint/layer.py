@@ -23,7 +23,7 @@ from warpring.checkpoint.storage import DENSE, Matrix, StoredMatrix, convert, lo
 from warpring.errors import CheckpointError, UnsupportedError
 from warpring.formats import Format, QuantizedTensor
 
-_PER_EXPERT = re.compile(r"(?P<expert>\d+)\.(?P<leaf>\w+)\.(?P<part>\w+)")
+_PER_EXPERT = re.compile(r"(?P<expert>\d{1,9})\.(?P<leaf>\w+)\.(?P<part>\w+)")
 
 # (expert or None where all experts are stacked, role)
 _Key = tuple[int | None, str]

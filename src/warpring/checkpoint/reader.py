@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from warpring.activation import Activation
-from warpring.checkpoint.families import LAYER, family_of, moe_layers_of, sizes_of, text_config
+from warpring.checkpoint.families import LAYER, check_config, family_of, moe_layers_of, sizes_of, text_config
 from warpring.checkpoint.layer import ExpertWeights, LayerTensors, Naming, stored_format
 from warpring.checkpoint.shards import Shards, read_json
 from warpring.errors import ArgumentError, CheckpointError, UnsupportedError
@@ -47,6 +47,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._shards = Shards(Path(path))
         self.config = read_json(Path(path) / CONFIG_FILE)
+        check_config(self.config)
         self._family = family_of(self.config)
         self._sizes = sizes_of(self.config, self._family)
         self.activation: Activation = self._family.activation(text_config(self.config))
@@ -257,7 +258,7 @@ def _own_format(quantization: dict[str, Any]) -> str | None:
     """The format of a checkpoint that warpring wrote, None for any other."""
     if quantization.get("quant_method") != OWN_METHOD:
         return None
-    if quantization.get("version") != OWN_VERSION or quantization.get("format") not in FORMATS:
+    if quantization.get("version") != OWN_VERSION or quantization.get("format") not in tuple(FORMATS):
         raise UnsupportedError(
             f"Checkpoint: this warpring reads version {OWN_VERSION} and formats {', '.join(FORMATS)}; config.json has "
             f"version {quantization.get('version')!r}, format {quantization.get('format')!r}. Update warpring, or "

@@ -137,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"Checkpoint: {path} is missing. A checkpoint directory needs config.json beside its weights."
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no text, no JSON, a number too long or lists too deep for Python
         raise CheckpointError(f"Checkpoint: {path} is not valid JSON ({error}). Download it again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"Checkpoint: {path} must hold a JSON object; got {type(value).__name__}.")
