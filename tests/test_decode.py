@@ -258,6 +258,15 @@ def test_weights_of_another_float_type_are_converted(place: Place) -> None:
         (lambda a: a | {"out": torch.empty(2, 64)}, r"out must be bfloat16 \[2, 64\]"),
         (lambda a: a | {"out": torch.empty(64, 2, dtype=torch.bfloat16).t()}, r"out must be .* dense rows"),
         (lambda a: a | {"out": a["x"]}, r"out must not overlap x"),
+        (lambda a: a | {"out": _over(a["topk_weights"])}, r"out must not overlap topk_weights"),
+        (lambda a: a | {"out": _over(a["topk_idx"])}, r"out must not overlap topk_idx"),
+        (lambda a: a | {"out": torch.zeros(1, 64).bfloat16().expand(2, 64)}, r"out must be .* memory of its own"),
+        (lambda a: a | {"out": torch.zeros(99).bfloat16().as_strided((2, 64), (8, 1))}, r"out must be .* of its own"),
+        (lambda a: a | {"out": torch.zeros(2, 64).bfloat16().to_sparse()}, r"out must be .* dense rows"),
+        (lambda a: a | {"x": a["x"].to_sparse()}, r"x must be a strided tensor that holds data; got torch.sparse_coo"),
+        (lambda a: a | {"topk_idx": a["topk_idx"].to_sparse()}, r"topk_idx must be a strided tensor"),
+        (lambda a: a | {"topk_weights": a["topk_weights"].to_sparse()}, r"topk_weights must be a strided tensor"),
+        (lambda a: a | {"x": a["x"].to("meta")}, r"x must be a strided tensor that holds data; got .* on meta"),
         (lambda a: a | {"path": "fast"}, r"path must be one of auto, warp, classical, reference; got 'fast'"),
     ],
 )
@@ -266,6 +275,27 @@ def test_broken_rule_is_named(change, message: str) -> None:
     arguments = {"x": inputs.x, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
     with pytest.raises(ArgumentError, match=message):
         moe_decode(**change(arguments), experts=inputs.experts)
+
+
+def _over(tensor: torch.Tensor) -> torch.Tensor:
+    """A BF16 [2, 64] tensor in the memory of a small one, which is moved into its last bytes."""
+    memory = torch.zeros(2 * 64 * 2, dtype=torch.uint8)
+    held = memory[-tensor.nbytes :].view(tensor.dtype).view(tensor.shape)
+    tensor.set_(held.copy_(tensor))
+    return memory.view(torch.bfloat16).view(2, 64)
+
+
+def test_out_in_the_memory_of_the_weights_is_refused() -> None:
+    inputs = make_inputs(2, 64, 64, 4, 2, format="bf16")
+    for name, stored in (("experts", inputs.experts.w13), ("experts.w2", inputs.experts.w2)):
+        with pytest.raises(ArgumentError, match=f"out must not overlap {name},"):
+            moe_decode(*inputs.args(), out=stored.data.view(-1)[:128].view(2, 64))
+
+
+def test_experts_whose_weights_are_on_meta_are_refused() -> None:
+    inputs = make_inputs(2, 64, 64, 4, 2)
+    with pytest.raises(ArgumentError, match="experts must be a strided tensor that holds data"):
+        moe_decode(inputs.x, inputs.experts.to("meta"), inputs.topk_idx, inputs.topk_weights)
 
 
 def test_topk_of_32_is_served_and_33_is_not(place: Place) -> None:
@@ -285,6 +315,9 @@ def test_gradient_is_refused_by_name() -> None:
     inputs = make_inputs(1, 64, 64, 4, 2)
     with pytest.raises(UnsupportedError, match="no backward"):
         moe_decode(inputs.x.requires_grad_(), inputs.experts, inputs.topk_idx, inputs.topk_weights)
+    compiled = torch.compile(moe_decode, backend="eager")
+    with pytest.raises(UnsupportedError, match="no backward"):
+        compiled(inputs.x, inputs.experts, inputs.topk_idx, inputs.topk_weights)
     with torch.no_grad():
         assert moe_decode(*inputs.args()).shape == (1, 64)
 

@@ -306,3 +306,33 @@ def test_experts_survive_the_gpu_and_back(format: str) -> None:
         for actual, expected in zip(stored.tensors(), original.tensors(), strict=True):
             assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(back.w13_bias, experts.w13_bias)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w13": torch.zeros(1025, 64, 32), "w2": torch.zeros(1025, 32, 32)}, "num_experts must be 1 to 1024"),
+        ({"w13": torch.zeros(2, 64, 48), "w2": torch.zeros(2, 48, 32)}, "hidden must be a positive multiple of 32"),
+        ({"w13_bias": torch.zeros(2, 32)}, r"w13_bias must be .* \[2, 64\], gate first; got \[2, 32\]"),
+        ({"w2_bias": torch.zeros(2, 31)}, r"w2_bias must be .* \[2, 32\]; got"),
+    ],
+)
+def test_broken_rules_are_found_before_anything_is_quantised(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, torch.Tensor], message: str
+) -> None:
+    def never(self: object, weight: torch.Tensor) -> None:
+        raise RuntimeError("quantised")
+
+    monkeypatch.setattr(type(get_format("mxfp8")), "quantize", never)
+    arguments = {"w13": torch.zeros(2, 64, 32), "w2": torch.zeros(2, 32, 32)} | change
+    with pytest.raises(ArgumentError, match=message):
+        Experts.from_dense(format="mxfp8", **arguments)
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp8"])
+def test_experts_of_trainable_weights_are_data(format: str) -> None:
+    parameters = [torch.zeros(shape).requires_grad_() for shape in ((2, 64, 32), (2, 32, 32), (2, 64), (2, 32))]
+    w13, w2, w13_bias, w2_bias = parameters
+    experts = Experts.from_dense(w13, w2, format=format, w13_bias=w13_bias, w2_bias=w2_bias)
+    stored = (*experts.w13.tensors(), *experts.w2.tensors(), experts.w13_bias, experts.w2_bias)
+    assert not any(tensor.requires_grad for tensor in stored if tensor is not None)

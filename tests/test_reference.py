@@ -10,7 +10,7 @@ import torch
 
 from warpring.activation import GELU_TANH, SILU, Activation, clipped_swiglu, gpt_oss_swiglu
 from warpring.experts import Experts
-from warpring.formats import FORMATS
+from warpring.formats import FORMATS, get_format
 from warpring.reference import moe_exact, moe_reference
 
 NAN = math.nan
@@ -222,12 +222,11 @@ def test_nan_weight_of_a_used_slot_shows(form) -> None:
     assert y[[0, 1, 2, 3, 5, 6]].isfinite().all()
 
 
-@both_forms
-def test_id_beyond_the_experts_raises_and_reads_nothing_else(form) -> None:
+def test_exact_form_refuses_an_id_beyond_the_experts() -> None:
     experts, (x, topk_idx, topk_weights) = make_experts(), make_inputs()
     topk_idx[0, 0] = NUM_EXPERTS
     with pytest.raises(IndexError):
-        form(x, experts, topk_idx, topk_weights)
+        moe_exact(x, experts, topk_idx, topk_weights)
 
 
 @both_forms
@@ -330,3 +329,30 @@ def test_reference_on_the_gpu_errs_no_more_than_its_roundings(format: str) -> No
     exact = moe_exact(x, experts, topk_idx, topk_weights)
     y = moe_reference(x.cuda(), experts.to("cuda"), topk_idx.cuda(), topk_weights.cuda())
     assert rms(y.cpu().double() - exact) <= ROUNDING_RMS * rms(exact)
+
+
+@pytest.mark.parametrize("bad", [NUM_EXPERTS, -2, 2**40])
+def test_reference_skips_ids_that_name_no_expert(bad: int) -> None:
+    experts = make_experts("mxfp8", biased=True)
+    x, topk_idx, topk_weights = make_inputs()
+    unused = topk_idx.clone()
+    unused[::2, 1] = -1
+    topk_weights[::2, 1] = NAN
+    expected = moe_reference(x, experts, unused, topk_weights)
+    assert expected.isfinite().all()
+    assert torch.equal(moe_reference(x, experts, unused.where(unused >= 0, bad), topk_weights), expected)
+
+
+def test_reference_dequantises_each_expert_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = make_experts("mxfp4")
+    x, topk_idx, topk_weights = make_inputs(num_tokens=9, topk=4)
+    calls = []
+    dequantise = type(get_format("mxfp4")).dequantize
+
+    def counted(self: object, *arguments: object) -> torch.Tensor:
+        calls.append(arguments)
+        return dequantise(self, *arguments)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(type(get_format("mxfp4")), "dequantize", counted)
+    moe_reference(x, experts, topk_idx, topk_weights)
+    assert len(calls) == 2 * topk_idx.unique().numel()

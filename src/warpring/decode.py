@@ -41,8 +41,9 @@ def moe_decode(
             An expert named twice by one token counts twice. Ids that name no expert are an error where they can be
             seen without waiting for the GPU (CPU tensors) or with `validate=True`, and are skipped on the device.
         topk_weights: [num_tokens, topk], already normalised and scaled; fp32, or another float type that is converted.
-        out: optional [num_tokens, hidden] bf16 with dense rows, overwritten; must not overlap x. With it, fp32 weights
-            and aligned inputs, nothing is allocated (after the first call on a stream).
+        out: optional [num_tokens, hidden] bf16 with dense rows, overwritten; must overlap no other argument, nor
+            its own rows each other. With it, fp32 weights and aligned inputs, nothing is allocated (after the first
+            call on a stream).
         path: "auto" picks by batch and device (see policy.py); "warp", "classical" or "reference" force one.
         validate: check the ids of CUDA tensors too; waits for the GPU.
 
@@ -57,17 +58,17 @@ def moe_decode(
         ArgumentError: a shape, dtype, device or range rule, named with its remedy.
         UnsupportedError: this device has no such path, or a gradient was asked for.
     """
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        raise UnsupportedError(
+            "moe_decode: there is no backward, and x or topk_weights requires a gradient. Call it under "
+            "torch.no_grad() or torch.inference_mode(), or train with the model's own experts."
+        )
     if torch.compiler.is_compiling():
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         torch.ops.warpring.moe_decode(x, topk_idx, topk_weights, out, *_flatten(experts), path, validate)
         return out
     run = _check(x, experts, topk_idx, topk_weights, out, path)
-    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-        raise UnsupportedError(
-            "moe_decode: there is no backward, and x or topk_weights requires a gradient. Call it under "
-            "torch.no_grad() or torch.inference_mode(), or train with the model's own experts."
-        )
     if out is None:
         out = torch.empty(x.shape[0], experts.hidden, dtype=torch.bfloat16, device=x.device)
     if x.shape[0] == 0:
@@ -135,24 +136,15 @@ def _check(
             f"moe_decode: topk_weights must be floating point of topk_idx's shape {list(topk_idx.shape)}; got "
             f"{topk_weights.dtype} {list(topk_weights.shape)}."
         )
-    if out is not None and (out.dtype != torch.bfloat16 or out.shape != x.shape or out.stride(1) != 1):
+    if out is not None and (out.dtype != torch.bfloat16 or out.shape != x.shape or not _dense_rows(out)):
         raise ArgumentError(
-            f"moe_decode: out must be bfloat16 {list(x.shape)} with dense rows; got {out.dtype} {list(out.shape)}, "
-            f"strides {out.stride()}."
+            f"moe_decode: out must be bfloat16 {list(x.shape)} with dense rows, each in memory of its own; got "
+            f"{out.dtype} {list(out.shape)}, strides {out.stride() if out.layout is torch.strided else out.layout}."
         )
-    tensors = {"topk_idx": topk_idx, "topk_weights": topk_weights, "experts": experts.w13.data}
-    if out is not None:
-        tensors["out"] = out
-    for name, tensor in tensors.items():
-        if tensor.device != x.device:
-            raise ArgumentError(
-                f"moe_decode: all tensors must lie on one device; got x on {x.device} and {name} on {tensor.device}. "
-                f"Move {name} with .to({str(x.device)!r})."
-            )
-    if out is not None and num_tokens and _overlap(x, out):
-        raise ArgumentError(
-            "moe_decode: out must not overlap x, since x is read while out is written. Pass another tensor, or none."
-        )
+    tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "experts": experts.w13.data}
+    _check_places(tensors if out is None else tensors | {"out": out})
+    if out is not None and num_tokens:
+        _check_overlap(out, tensors | {"experts.w2": experts.w2.data})
     if path == "auto":
         path = choose_path(experts, num_tokens)
     if path not in _RUN:
@@ -164,9 +156,52 @@ def _check(
     return _RUN[path]
 
 
+def _check_places(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise unless all are strided tensors that hold data on the device of the first."""
+    device = tensors["x"].device
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise ArgumentError(
+                f"moe_decode: {name} must be a strided tensor that holds data; got {tensor.layout} on {tensor.device}. "
+                "Call .to_dense() on a sparse tensor, and load weights that are on 'meta'."
+            )
+        if tensor.device != device:
+            raise ArgumentError(
+                f"moe_decode: all tensors must lie on one device; got x on {device} and {name} on {tensor.device}. "
+                f"Move {name} with .to({str(device)!r})."
+            )
+
+
+def _check_overlap(out: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise where out's range of memory, from its first to its last element, meets that of another tensor."""
+    first, last = _span(out)
+    for name, tensor in tensors.items():
+        start, end = _span(tensor)
+        if first < end and start < last:
+            raise ArgumentError(
+                f"moe_decode: out must not overlap {name}, which is read while out is written. Pass another tensor, "
+                "or none."
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address of the first byte of a non-empty tensor, and of the byte after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _dense_rows(out: torch.Tensor) -> bool:
+    """Whether a [rows, cols] tensor has dense rows of which no two share memory."""
+    if out.layout is not torch.strided or out.stride(1) != 1:
+        return False
+    return out.shape[0] < 2 or out.stride(0) >= out.shape[1]
+
+
 def _check_topk(topk: int) -> None:
     if not 1 <= topk <= MAX_TOPK:
-        raise ArgumentError(f"moe_decode: topk must be 1 to {MAX_TOPK}; got {topk}. Split the slots over two calls.")
+        raise ArgumentError(
+            f"moe_decode: topk must be 1 to {MAX_TOPK}; got {topk}. Split more slots over several calls."
+        )
 
 
 def _check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
@@ -177,17 +212,6 @@ def _check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
             f"moe_decode: topk_idx must be -1 (unused) or in [0, {num_experts}); got {int(topk_idx[token, slot])} at "
             f"token {token}, slot {slot} ({int(bad.sum())} such ids). Map ids of other ranks to -1."
         )
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory ranges of two row-major tensors meet."""
-
-    def span(t: torch.Tensor) -> tuple[int, int]:
-        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
-
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
 
 
 _RUN: dict[str, _Run] = {"warp": warp.moe_warp, "classical": moe_classical, "reference": moe_reference}

@@ -81,7 +81,7 @@ class Experts:
         w13_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
     ) -> Experts:
-        """Quantise dense weights.
+        """Quantise dense weights. They are data here: gradients do not reach them.
 
         Args:
             w13: [num_experts, 2 * intermediate, hidden], gate rows first, any float dtype.
@@ -92,7 +92,7 @@ class Experts:
             w2_bias: [num_experts, hidden] or None.
 
         Raises:
-            ArgumentError: shapes that do not fit each other, an unknown format.
+            ArgumentError: shapes that do not fit each other, an unknown format; before anything is quantised.
         """
         if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] % 2:
             raise ArgumentError(
@@ -101,15 +101,24 @@ class Experts:
             )
         fmt = get_format(format)
         num_experts, two_intermediate, hidden = w13.shape
-        halves = w13.reshape(num_experts, 2, two_intermediate // 2, hidden)
-        if w13_bias is not None and tuple(w13_bias.shape) == (num_experts, two_intermediate):
-            w13_bias = w13_bias.float().reshape(num_experts, 2, two_intermediate // 2).contiguous()
+        shape = (num_experts, 2, two_intermediate // 2, hidden)
+        _check_shapes(shape, tuple(w2.shape))
+        if w13_bias is not None:
+            if tuple(w13_bias.shape) != (num_experts, two_intermediate):
+                raise ArgumentError(
+                    f"Experts.from_dense: w13_bias must be [num_experts, 2 * intermediate] = "
+                    f"{[num_experts, two_intermediate]}, gate first; got {list(w13_bias.shape)}."
+                )
+            w13_bias = w13_bias.detach().float().reshape(shape[:3]).contiguous()
+        if w2_bias is not None:
+            w2_bias = w2_bias.detach().float().contiguous()
+        _check_biases(shape, w13_bias, w2_bias)
         return cls(
-            w13=fmt.quantize(halves),
-            w2=fmt.quantize(w2),
+            w13=fmt.quantize(w13.detach().reshape(shape)),
+            w2=fmt.quantize(w2.detach()),
             activation=activation,
             w13_bias=w13_bias,
-            w2_bias=None if w2_bias is None else w2_bias.float().contiguous(),
+            w2_bias=w2_bias,
         )
 
     def to(self, device: torch.device | str) -> Experts:
@@ -136,14 +145,35 @@ class Experts:
 
 def _check(experts: Experts) -> None:
     w13, w2 = experts.w13, experts.w2
-    shapes = f"w13 {list(w13.shape)}, w2 {list(w2.shape)}"
-    if len(w13.shape) != 4 or w13.shape[1] != 2 or len(w2.shape) != 3:
+    _check_shapes(w13.shape, w2.shape)
+    if w13.format != w2.format:
+        raise ArgumentError(
+            f"Experts: w13 and w2 must have one format; got {w13.format} and {w2.format}. Requantise one of them."
+        )
+    for name, stored in (("w13", w13), ("w2", w2)):
+        get_format(stored.format).check(stored)
+        for tensor in stored.tensors():
+            if not tensor.is_contiguous():
+                raise ArgumentError(
+                    f"Experts: {name} must be contiguous; got strides {tensor.stride()}. Call .contiguous()."
+                )
+    _check_biases(w13.shape, experts.w13_bias, experts.w2_bias)
+    devices = {t.device for t in (*w13.tensors(), *w2.tensors())}
+    devices |= {bias.device for bias in (experts.w13_bias, experts.w2_bias) if bias is not None}
+    if len(devices) != 1:
+        raise ArgumentError(f"Experts: all tensors must lie on one device; got {sorted(map(str, devices))}. Use .to().")
+
+
+def _check_shapes(w13: tuple[int, ...], w2: tuple[int, ...]) -> None:
+    """Raise unless the logical shapes of the projections fit each other and the rules on sizes."""
+    shapes = f"w13 {list(w13)}, w2 {list(w2)}"
+    if len(w13) != 4 or w13[1] != 2 or len(w2) != 3:
         raise ArgumentError(
             "Experts: w13 must be [num_experts, 2, intermediate, hidden] and w2 [num_experts, hidden, intermediate]; "
             f"got {shapes}."
         )
-    num_experts, _, intermediate, hidden = w13.shape
-    if tuple(w2.shape) != (num_experts, hidden, intermediate):
+    num_experts, _, intermediate, hidden = w13
+    if w2 != (num_experts, hidden, intermediate):
         raise ArgumentError(
             "Experts: w2 must be [num_experts, hidden, intermediate] = "
             f"{[num_experts, hidden, intermediate]} to fit w13; got {shapes}."
@@ -158,29 +188,14 @@ def _check(experts: Experts) -> None:
                 f"Experts: {name} must be a positive multiple of 32; got {size} ({shapes}). "
                 f"Zero-pad {name} to {max(32, -(-size // 32) * 32)} in both w13 and w2."
             )
-    if w13.format != w2.format:
-        raise ArgumentError(
-            f"Experts: w13 and w2 must have one format; got {w13.format} and {w2.format}. Requantise one of them."
-        )
-    for name, stored in (("w13", w13), ("w2", w2)):
-        get_format(stored.format).check(stored)
-        for tensor in stored.tensors():
-            if not tensor.is_contiguous():
-                raise ArgumentError(
-                    f"Experts: {name} must be contiguous; got strides {tensor.stride()}. Call .contiguous()."
-                )
-    biases = (
-        ("w13_bias", experts.w13_bias, (num_experts, 2, intermediate)),
-        ("w2_bias", experts.w2_bias, (num_experts, hidden)),
-    )
-    for name, bias, shape in biases:
+
+
+def _check_biases(w13: tuple[int, ...], w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None) -> None:
+    """Raise unless each bias is None or contiguous FP32 of the shape that goes with w13's."""
+    for name, bias, shape in (("w13_bias", w13_bias, w13[:3]), ("w2_bias", w2_bias, (w13[0], w13[3]))):
         if bias is None:
             continue
         if tuple(bias.shape) != shape or bias.dtype != torch.float32 or not bias.is_contiguous():
             raise ArgumentError(
                 f"Experts: {name} must be contiguous float32 {list(shape)}; got {bias.dtype} {list(bias.shape)}."
             )
-    devices = {t.device for t in (*w13.tensors(), *w2.tensors())}
-    devices |= {b.device for _, b, _ in biases if b is not None}
-    if len(devices) != 1:
-        raise ArgumentError(f"Experts: all tensors must lie on one device; got {sorted(map(str, devices))}. Use .to().")

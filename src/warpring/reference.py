@@ -38,7 +38,7 @@ def moe_exact(
         if expert < 0:
             continue
         tokens, slots = (topk_idx == expert).nonzero(as_tuple=True)
-        act = _gate_up(x[tokens].to(dtype), experts, expert)
+        act = _gate_up(x[tokens].to(dtype), experts, expert, _dequantize(experts.w13[expert], dtype))
         out = act @ _dequantize(experts.w2[expert], dtype).mT
         if experts.w2_bias is not None:
             out = out + experts.w2_bias[expert].to(dtype)
@@ -56,30 +56,34 @@ def moe_reference(
     """The layer with warp decode's roundings: BF16 in, FP32 sums, BF16 between the projections, BF16 out.
 
     Every (token, slot) is computed by itself, slots are added in order: a token's bits do not depend on the
-    rest of the batch. Shapes as in `moe_exact`; returns BF16 [num_tokens, hidden].
+    rest of the batch. Shapes as in `moe_exact`, but any id that names no expert is skipped, as on a GPU's warp path;
+    returns BF16 [num_tokens, hidden].
     """
     if out is None:
         out = torch.empty(x.shape[0], experts.hidden, dtype=torch.bfloat16, device=x.device)
-    weights: dict[int, torch.Tensor] = {}
+    # Expert by expert, so that weights are dequantised once and one expert at a time.
+    rows = torch.empty(*topk_idx.shape, experts.hidden, dtype=torch.float32, device=x.device)
+    for expert in topk_idx.unique().tolist():
+        if not 0 <= expert < experts.num_experts:
+            continue
+        w13 = _dequantize(experts.w13[expert], torch.float32)
+        w2 = _dequantize(experts.w2[expert], torch.float32)
+        for token, slot in (topk_idx == expert).nonzero().tolist():
+            act = _gate_up(x[token].float(), experts, expert, w13).bfloat16().float()
+            rows[token, slot] = torch.mv(w2, act)
+        if experts.w2_bias is not None:
+            rows[topk_idx == expert] += experts.w2_bias[expert]
     for token, expert_ids in enumerate(topk_idx.tolist()):
         y = torch.zeros(experts.hidden, dtype=torch.float32, device=x.device)
         for slot, expert in enumerate(expert_ids):
-            if expert < 0:
-                continue
-            if expert not in weights:
-                weights[expert] = _dequantize(experts.w2[expert], torch.float32)
-            act = _gate_up(x[token].float(), experts, expert).bfloat16().float()
-            down = torch.mv(weights[expert], act)
-            if experts.w2_bias is not None:
-                down = down + experts.w2_bias[expert]
-            y += topk_weights[token, slot].float() * down
+            if 0 <= expert < experts.num_experts:
+                y += topk_weights[token, slot].float() * rows[token, slot]
         out[token] = y
     return out
 
 
-def _gate_up(x: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
-    """act(w13[e] @ x + bias) for x [..., hidden], in x's dtype: [..., intermediate]."""
-    w13 = _dequantize(experts.w13[expert], x.dtype)
+def _gate_up(x: torch.Tensor, experts: Experts, expert: int, w13: torch.Tensor) -> torch.Tensor:
+    """act(w13 @ x + bias) for x [..., hidden] and one expert's w13 [2, intermediate, hidden]: [..., intermediate]."""
     gate, up = (torch.mv(w, x) if x.dim() == 1 else x @ w.mT for w in w13)
     if experts.w13_bias is not None:
         gate = gate + experts.w13_bias[expert, 0].to(x.dtype)
