@@ -45,7 +45,7 @@ def exponent_value(field: torch.Tensor) -> torch.Tensor:
 
 
 def read_back(packed: PackedMatrix, fmt: str) -> torch.Tensor:
-    """Weights [E, panel, record, lane, half of the panel, 8 columns] as the kernels see them, FP64, row scales left out."""
+    """Weights [E, panel, record, lane, half of the panel, 8 columns] as kernels see them, FP64, without row scales."""
     records = packed.records
     group = torch.arange(32) // 4
     if fmt == "bf16":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from warpring.decode import moe_decode, precompile
     from warpring.errors import ArgumentError, CheckpointError, CompileError, UnsupportedError, WarpringError
     from warpring.experts import Experts
+    from warpring.layout import PackedExperts, pack_experts
     from warpring.reference import moe_exact
     from warpring.routing import Router
 
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "CompileError",
     "Experts",
+    "PackedExperts",
     "Router",
     "UnsupportedError",
     "WarpringError",
@@ -38,6 +40,7 @@ __all__ = [
     "gpt_oss_swiglu",
     "moe_decode",
     "moe_exact",
+    "pack_experts",
     "precompile",
 ]
 
@@ -46,6 +49,7 @@ _HOMES = {
     "decode": ("moe_decode", "precompile"),
     "errors": ("ArgumentError", "CheckpointError", "CompileError", "UnsupportedError", "WarpringError"),
     "experts": ("Experts",),
+    "layout": ("PackedExperts", "pack_experts"),
     "reference": ("moe_exact",),
     "routing": ("Router",),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,17 +12,18 @@ from warpring.classical import moe_classical
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor
-from warpring.kernels import warp
+from warpring.kernels import cores, tile, warp
+from warpring.layout import PackedExperts, PackedMatrix
 from warpring.policy import choose_path
 from warpring.reference import moe_reference
 
-PATHS = ("auto", "warp", "classical", "reference")
+PATHS = ("auto", "warp", "tile", "cores", "classical", "reference")
 MAX_TOPK = warp.MAX_TOPK
 
 
 def moe_decode(
     x: torch.Tensor,
-    experts: Experts,
+    experts: Experts | PackedExperts,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
@@ -36,7 +38,7 @@ def moe_decode(
     Args:
         x: [num_tokens, hidden] bf16. Strided rows are read in place where they are 16-byte aligned and dense; any other
             layout is copied first.
-        experts: the layer's weights, in any format.
+        experts: the layer's weights, in any format; `PackedExperts` (see `pack_experts`) take the tile path.
         topk_idx: [num_tokens, topk] int32 or int64, topk <= 32; -1 = unused slot, its weight is ignored (may be NaN).
             An expert named twice by one token counts twice. Ids that name no expert are an error where they can be
             seen without waiting for the GPU (CPU tensors) or with `validate=True`, and are skipped on the device.
@@ -44,7 +46,8 @@ def moe_decode(
         out: optional [num_tokens, hidden] bf16 with dense rows, overwritten; must overlap no other argument, nor
             its own rows each other. With it, fp32 weights and aligned inputs, nothing is allocated (after the first
             call on a stream).
-        path: "auto" picks by batch and device (see policy.py); "warp", "classical" or "reference" force one.
+        path: "auto" picks by batch and device (see policy.py); "warp" (CUDA), "cores" (CPU), "classical" or
+            "reference" force one.
         validate: check the ids of CUDA tensors too; waits for the GPU.
 
     Returns:
@@ -66,7 +69,11 @@ def moe_decode(
     if torch.compiler.is_compiling():
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        torch.ops.warpring.moe_decode(x, topk_idx, topk_weights, out, *_flatten(experts), path, validate)
+        if isinstance(experts, PackedExperts):
+            weights = _flatten_packed(experts)
+            torch.ops.warpring.moe_decode_packed(x, topk_idx, topk_weights, out, *weights, path, validate)
+        else:
+            torch.ops.warpring.moe_decode(x, topk_idx, topk_weights, out, *_flatten(experts), path, validate)
         return out
     run = _check(x, experts, topk_idx, topk_weights, out, path)
     if out is None:
@@ -86,7 +93,11 @@ def moe_decode(
 
 
 def precompile(
-    experts: Experts, *, topk: int, index_dtype: torch.dtype = torch.int64, device: torch.device | str | None = None
+    experts: Experts | PackedExperts,
+    *,
+    topk: int,
+    index_dtype: torch.dtype = torch.int64,
+    device: torch.device | str | None = None,
 ) -> None:
     """Compile and load the kernels of these experts, so that the first call can be captured or timed.
 
@@ -94,23 +105,28 @@ def precompile(
         experts: the layer's experts; one call serves every layer of the same shape and format.
         topk: slots a token.
         index_dtype: dtype that topk_idx will have, int32 or int64.
-        device: a CUDA device; the experts' own by default. Does nothing on a CPU.
+        device: a CUDA device; the experts' own by default. On a CPU, its own kernels.
 
     Raises:
         CompileError, UnsupportedError: see `warpring.runtime.jit.compile_kernel`.
     """
     _check_topk(topk)
     target = torch.device(device) if device is not None else experts.device
-    if target.type == "cuda":
+    if isinstance(experts, PackedExperts):
+        if target.type == "cuda":
+            tile.precompile(experts, topk, index_dtype, target)
+    elif target.type == "cuda":
         warp.precompile(experts, topk, index_dtype, target)
+    elif target.type == "cpu":
+        cores.precompile(experts)
 
 
-_Run = Callable[[torch.Tensor, Experts, torch.Tensor, torch.Tensor, torch.Tensor], object]
+_Run = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 def _check(
     x: torch.Tensor,
-    experts: Experts,
+    experts: Experts | PackedExperts,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     out: torch.Tensor | None,
@@ -141,17 +157,32 @@ def _check(
             f"moe_decode: out must be bfloat16 {list(x.shape)} with dense rows, each in memory of its own; got "
             f"{out.dtype} {list(out.shape)}, strides {out.stride() if out.layout is torch.strided else out.layout}."
         )
-    tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "experts": experts.w13.data}
+    packed = isinstance(experts, PackedExperts)
+    w13, w2 = (m.records if isinstance(m, PackedMatrix) else m.data for m in (experts.w13, experts.w2))
+    tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "experts": w13}
     _check_places(tensors if out is None else tensors | {"out": out})
     if out is not None and num_tokens:
-        _check_overlap(out, tensors | {"experts.w2": experts.w2.data})
-    if path == "auto":
-        path = choose_path(experts, num_tokens)
-    if path not in _RUN:
+        _check_overlap(out, tensors | {"experts.w2": w2})
+    if path not in PATHS:
         raise ArgumentError(f"moe_decode: path must be one of {', '.join(PATHS)}; got {path!r}.")
+    if path == "auto":
+        path = "tile" if isinstance(experts, PackedExperts) else choose_path(experts, num_tokens)
+    if packed != (path == "tile"):
+        raise UnsupportedError(
+            "moe_decode: path 'tile' takes PackedExperts, and PackedExperts take no other path; got "
+            f"{type(experts).__name__} with path {path!r}. Use warpring.pack_experts(experts), or plain Experts."
+        )
+    if path == "tile" and x.device.type != "cuda":
+        raise UnsupportedError(
+            f"moe_decode: path 'tile' needs CUDA tensors; got {x.device}. Use Experts, not packed, on a CPU."
+        )
     if path == "warp" and x.device.type != "cuda":
         raise UnsupportedError(
-            f"moe_decode: path 'warp' needs CUDA tensors; got {x.device}. Use 'auto' or 'reference' on a CPU."
+            f"moe_decode: path 'warp' needs CUDA tensors; got {x.device}. Use 'auto' or 'cores' on a CPU."
+        )
+    if path == "cores" and x.device.type != "cpu":
+        raise UnsupportedError(
+            f"moe_decode: path 'cores' needs CPU tensors; got {x.device}. Use 'auto' or 'warp' on a GPU."
         )
     return _RUN[path]
 
@@ -214,7 +245,13 @@ def _check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
         )
 
 
-_RUN: dict[str, _Run] = {"warp": warp.moe_warp, "classical": moe_classical, "reference": moe_reference}
+_RUN: dict[str, _Run] = {
+    "warp": warp.moe_warp,
+    "tile": tile.moe_tile,
+    "cores": cores.moe_cores,
+    "classical": moe_classical,
+    "reference": moe_reference,
+}
 
 
 # The custom op: torch.compile sees one node with the weights as inputs. It takes the experts' tensors one by one, as
@@ -275,4 +312,65 @@ def _moe_decode_op(
 
 @_moe_decode_op.register_fake
 def _moe_decode_fake(x: torch.Tensor, *args: object) -> None:
+    """Nothing to infer: the op only writes `out`."""
+
+
+def _flatten_packed(packed: PackedExperts) -> tuple[object, ...]:
+    act = packed.activation
+    matrices = ((m.records, m.matrix_scale, m.row_scale, m.block_scale) for m in (packed.w13, packed.w2))
+    return (
+        *(t for matrix in matrices for t in matrix),
+        packed.w13_bias,
+        packed.w2_bias,
+        packed.format,
+        [packed.num_experts, packed.hidden, packed.intermediate],
+        act.gate_fn,
+        act.alpha,
+        act.limit,
+        act.up_offset,
+    )
+
+
+@torch.library.custom_op("warpring::moe_decode_packed", mutates_args=("out",))
+def _moe_decode_packed_op(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    w13_records: torch.Tensor,
+    w13_matrix_scale: torch.Tensor,
+    w13_row_scale: torch.Tensor | None,
+    w13_block_scale: torch.Tensor | None,
+    w2_records: torch.Tensor,
+    w2_matrix_scale: torch.Tensor,
+    w2_row_scale: torch.Tensor | None,
+    w2_block_scale: torch.Tensor | None,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    format: str,
+    sizes: list[int],
+    gate_fn: str,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+    path: str,
+    validate: bool,
+) -> None:
+    num_experts, hidden, intermediate = sizes
+    packed = PackedExperts(
+        PackedMatrix(w13_records, w13_matrix_scale, w13_row_scale, w13_block_scale),
+        PackedMatrix(w2_records, w2_matrix_scale, w2_row_scale, w2_block_scale),
+        format,
+        num_experts,
+        hidden,
+        intermediate,
+        Activation(gate_fn, alpha, limit, up_offset),  # pyright: ignore[reportArgumentType]
+        w13_bias,
+        w2_bias,
+    )
+    moe_decode(x, packed, topk_idx, topk_weights, out=out, path=path, validate=validate)
+
+
+@_moe_decode_packed_op.register_fake
+def _moe_decode_packed_fake(x: torch.Tensor, *args: object) -> None:
     """Nothing to infer: the op only writes `out`."""

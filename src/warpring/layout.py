@@ -1,8 +1,8 @@
 """Tile layout: expert weights in the order in which the tile kernels stream them.
 
-A panel is 16 rows of one expert: 8 gate rows and the 8 up rows of the same neurons (w13), or 16 output rows (w2). A record
-is a panel's next 32 columns: for each lane of a warp the codes that it feeds to two `mma.m16n8k16`, then the block scales
-of the 16 rows. Records of a panel follow each other, so any run of them is one contiguous copy.
+A panel is 16 rows of one expert: 8 gate rows and the 8 up rows of the same neurons (w13), or 16 output rows (w2). A
+record is a panel's next 32 columns: for each lane of a warp the codes that it feeds to two `mma.m16n8k16`, then the
+block scales of the 16 rows. Records of a panel follow each other, so any run of them is one contiguous copy.
 
     lane l = 4 g + q holds rows g and g + 8, columns 8 q .. 8 q + 7 of the record
 
@@ -13,10 +13,12 @@ a NaN becomes a block of NaNs, which no output can tell apart (one NaN in a row 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
+from warpring.activation import Activation
 from warpring.errors import UnsupportedError
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor
@@ -48,6 +50,19 @@ class PackedMatrix:
     row_scale: torch.Tensor | None = None
     block_scale: torch.Tensor | None = None
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The stored tensors that exist."""
+        return tuple(t for t in (self.records, self.matrix_scale, self.row_scale, self.block_scale) if t is not None)
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> PackedMatrix:
+        """The same matrix with `fn` applied to each stored tensor."""
+        return PackedMatrix(
+            fn(self.records),
+            fn(self.matrix_scale),
+            None if self.row_scale is None else fn(self.row_scale),
+            None if self.block_scale is None else fn(self.block_scale),
+        )
+
 
 def pack(stored: QuantizedTensor) -> PackedMatrix:
     """Pack one projection: logical [E, 2, intermediate, hidden] (gate, up) or [E, hidden, intermediate].
@@ -74,10 +89,10 @@ def pack(stored: QuantizedTensor) -> PackedMatrix:
             return PackedMatrix(codes, matrix_scale, block_scale=scale)
         return PackedMatrix(codes, matrix_scale, row_scale=None if scale is None else scale.squeeze(-1).contiguous())
     if fmt == "nvfp4":
-        assert_scale, global_scale = halves.scale, halves.global_scale
-        if assert_scale is None or global_scale is None:
+        block_scale, global_scale = halves.scale, halves.global_scale
+        if block_scale is None or global_scale is None:
             raise UnsupportedError("pack: nvfp4 weights need both levels of scales.")
-        scales = _panel_scales(assert_scale.view(torch.uint8), cols_per_record=2)
+        scales = _panel_scales(block_scale.view(torch.uint8), cols_per_record=2)
         # [.., record, half/row g+8, g, 16-column group] -> groups, rows g, halves
         scales = scales.permute(0, 1, 2, 5, 4, 3).flatten(3)
         return PackedMatrix(torch.cat((_fields_e2m1(panels).flatten(3), scales), -1), global_scale.float() * 2.0**8)
@@ -124,7 +139,7 @@ def _split_rows(t: torch.Tensor, num_halves: int) -> torch.Tensor:
 
 
 def _panels(halves: QuantizedTensor) -> torch.Tensor:
-    """Codes as [E, panel, record, g, half, q, 8 weights]: int16 bits (bf16), else uint8 codes, unpacked to one a byte."""
+    """Codes as [E, panel, record, g, half, q, 8 weights]: int16 bits (bf16), else uint8 codes, one a byte."""
     data = halves.data
     if halves.format == "bf16":
         codes = data.view(torch.int16)
@@ -175,15 +190,75 @@ def _fields_e2m1(panels: torch.Tensor) -> torch.Tensor:
     return _words(half[..., 0] | half[..., 1] << 16)
 
 
+#: Experts packed at a time: bounds the temporaries, which take some 20 bytes a weight.
+_PACKED_AT_ONCE = 4
+
+
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """A layer's experts in tile layout, with what the kernels need beside the records."""
+    """One layer's experts in tile layout: what `moe_decode` runs on the tile path.
+
+    The row-major codes are not kept: drop the `Experts` it was made from, and the layer is in memory once.
+
+    Attributes:
+        w13: gate and up projections.
+        w2: down projection.
+        format: name of the number format.
+        num_experts, hidden, intermediate: sizes of the layer.
+        activation: the gated activation between the projections.
+        w13_bias: FP32 [num_experts, 2, intermediate] or None.
+        w2_bias: FP32 [num_experts, hidden] or None.
+    """
 
     w13: PackedMatrix
     w2: PackedMatrix
-    experts: Experts
+    format: str
+    num_experts: int
+    hidden: int
+    intermediate: int
+    activation: Activation
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.w13.records.device
 
 
 def pack_experts(experts: Experts) -> PackedExperts:
-    """Pack both projections."""
-    return PackedExperts(pack(experts.w13), pack(experts.w2), experts)
+    """Pack a layer for the tile path, a few experts at a time.
+
+    Raises:
+        UnsupportedError: see `pack`.
+    """
+    return PackedExperts(
+        w13=_pack_in_pieces(experts.w13),
+        w2=_pack_in_pieces(experts.w2),
+        format=experts.format,
+        num_experts=experts.num_experts,
+        hidden=experts.hidden,
+        intermediate=experts.intermediate,
+        activation=experts.activation,
+        w13_bias=experts.w13_bias,
+        w2_bias=experts.w2_bias,
+    )
+
+
+def _experts_of(stored: QuantizedTensor, which: slice) -> QuantizedTensor:
+    some = stored.map(lambda t: t[which])
+    return replace(some, shape=(some.data.shape[0], *stored.shape[1:]))
+
+
+def _pack_in_pieces(stored: QuantizedTensor) -> PackedMatrix:
+    num_experts = stored.shape[0]
+    out: PackedMatrix | None = None
+    for first in range(0, num_experts, _PACKED_AT_ONCE):
+        last = min(first + _PACKED_AT_ONCE, num_experts)
+        piece = pack(_experts_of(stored, slice(first, last)))
+        if out is None:
+            out = piece.map(lambda t: t.new_empty(num_experts, *t.shape[1:]))
+        for whole, part in zip(out.tensors(), piece.tensors(), strict=True):
+            whole[first:last] = part
+    if out is None:
+        raise UnsupportedError("pack_experts: a layer without experts has no tile layout.")
+    return out

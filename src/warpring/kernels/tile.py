@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -18,9 +19,10 @@ from warpring.runtime.workspace import scratch
 
 #: (token, slot) pairs of one launch: their down projections are held in shared memory.
 MAX_PAIRS = 512
-_WARPS = 8
-_THREADS = 32 * _WARPS
-_STAGES = 4
+_STAGES = 2
+#: Warps of a CTA: gate_up has 8, and two CTAs an SM; down has 8 for one token, which wants few experts, else 16.
+_GATE_UP_WARPS = 8
+_GATE_UP_CTAS = 2
 _POLICIES = {
     "bf16": "TileBf16",
     "fp8_block": "TileFp8Block",
@@ -31,30 +33,42 @@ _POLICIES = {
 }
 
 
-def _stage_bytes(format: str) -> int:
+@dataclass(frozen=True)
+class TileSpecs:
+    """The kernels of one layer."""
+
+    gate_up: KernelSpec
+    down_one: KernelSpec
+    down_many: KernelSpec
+
+    def down(self, num_tokens: int) -> KernelSpec:
+        """The down kernel for a batch of `num_tokens`; the choice changes no bit of the result."""
+        return self.down_one if num_tokens == 1 else self.down_many
+
+    def all(self) -> tuple[KernelSpec, ...]:
+        """Every kernel that some batch of this layer needs."""
+        return self.gate_up, self.down_one, self.down_many
+
+
+def _smem_bytes(format: str, num_experts: int, warps: int, exchange_bytes: int) -> int:
+    """sizeof(Smem) of the kernels, rounded up; they check it at compile time."""
     record = RECORD_BYTES[format]
-    return record * (2 if record >= 1024 else 4 if record >= 512 else 8)
-
-
-def _routing_bytes(num_experts: int) -> int:
+    records = 4 if record >= 1024 else 8 if record >= 512 else 16
+    ring = warps * _STAGES * records * record
     distinct = min(num_experts, MAX_PAIRS)
-    shorts = distinct + distinct + 1 + 2 * MAX_PAIRS
-    return ceil_div(2 * shorts, 4) * 4 + 4 * num_experts + 4 * _WARPS + 4
-
-
-def _smem_bytes(format: str, num_experts: int, exchange_bytes: int) -> int:
-    ring = _WARPS * _STAGES * _stage_bytes(format)
-    return ceil_div(ring + exchange_bytes + 8 * _WARPS * _STAGES + _routing_bytes(num_experts), 128) * 128
+    shorts = 2 * (2 * distinct + 1 + 2 * MAX_PAIRS)
+    routing = ceil_div(shorts, 4) * 4 + 4 * num_experts + 4 * warps + 4
+    return ceil_div(ring + exchange_bytes + 8 * warps * _STAGES + routing, 128) * 128
 
 
 @lru_cache(maxsize=1024)
 def kernel_specs(
     format: str, hidden: int, intermediate: int, num_experts: int, topk: int, index_dtype: torch.dtype, gate_fn: str
-) -> tuple[KernelSpec, KernelSpec]:
-    """(gate_up, down) for a layer, routed `topk` ways by ids of `index_dtype`."""
+) -> TileSpecs:
+    """The kernels for a layer, routed `topk` ways by ids of `index_dtype`."""
 
-    def spec(source: str, entry: str, exchange_bytes: int, *extra: tuple[str, str]) -> KernelSpec:
-        smem = _smem_bytes(format, num_experts, exchange_bytes)
+    def spec(source: str, entry: str, warps: int, exchange_bytes: int, *extra: tuple[str, str]) -> KernelSpec:
+        smem = _smem_bytes(format, num_experts, warps, exchange_bytes)
         macros = (
             ("WARPRING_FORMAT", _POLICIES[format]),
             ("WARPRING_HIDDEN", str(hidden)),
@@ -62,41 +76,66 @@ def kernel_specs(
             ("WARPRING_TOPK", str(topk)),
             ("WARPRING_EXPERTS", str(num_experts)),
             ("WARPRING_INDEX", "int64_t" if index_dtype == torch.int64 else "int32_t"),
-            ("WARPRING_STAGES", str(_STAGES)),
+            ("WARPRING_WARPS", str(warps)),
             ("WARPRING_SMEM_BYTES", str(smem)),
         )
         return KernelSpec(source, entry, macros + extra, smem)
 
     gelu = (("WARPRING_GELU_TANH", ""),) if gate_fn == "gelu_tanh" else ()
-    return (
-        spec("tile_gate_up.cu", "moe_gate_up_tile", 2 * _WARPS * 2 * 16 * 8 * 4, *gelu),
-        spec("tile_down.cu", "moe_down_tile", MAX_PAIRS * 16 * 4),
+    parts = 2 * _GATE_UP_WARPS * 2 * 16 * 8 * 4  # buffers, warps, tiles, rows, columns, FP32
+    dots = MAX_PAIRS * 16 * 4
+    return TileSpecs(
+        gate_up=spec("tile_gate_up.cu", "moe_gate_up_tile", _GATE_UP_WARPS, parts, *gelu),
+        down_one=spec("tile_down.cu", "moe_down_tile", 8, dots),
+        down_many=spec("tile_down.cu", "moe_down_tile", 16, dots),
     )
+
+
+def specs_of(packed: PackedExperts, topk: int, index_dtype: torch.dtype) -> TileSpecs:
+    """The kernels for these experts."""
+    sizes = (packed.hidden, packed.intermediate, packed.num_experts)
+    return kernel_specs(packed.format, *sizes, topk, index_dtype, packed.activation.gate_fn)
+
+
+def precompile(packed: PackedExperts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load the layer's kernels, so that a later call can be captured."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for spec in specs_of(packed, topk, index_dtype).all():
+        load(spec, index)
 
 
 def moe_tile(
     x: torch.Tensor, packed: PackedExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Both launches of the layer on the current stream. Arguments as in `moe_warp`; num_tokens * topk <= MAX_PAIRS."""
+    """The layer on the current stream, two launches for each MAX_PAIRS // topk tokens. Arguments as in `moe_warp`."""
+    num_tokens, topk = topk_idx.shape
+    at_once = MAX_PAIRS // topk
+    for first in range(0, num_tokens, at_once):
+        rows = slice(first, first + at_once)
+        _launch_both(x[rows], packed, topk_idx[rows], topk_weights[rows], out[rows])
+
+
+def _launch_both(
+    x: torch.Tensor, packed: PackedExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+) -> None:
     num_tokens, topk = topk_idx.shape
     device_index = x.device.index
-    experts, act = packed.experts, packed.experts.activation
+    act = packed.activation
     limit = math.inf if act.limit is None else act.limit
-    specs = kernel_specs(
-        experts.format, experts.hidden, experts.intermediate, experts.num_experts, topk, topk_idx.dtype, act.gate_fn
-    )
+    specs = specs_of(packed, topk, topk_idx.dtype)
+    down_spec = specs.down(num_tokens)
     with torch.cuda.device(device_index):
         stream = torch.cuda.current_stream()
-        gate_up, down = (load(spec, device_index) for spec in specs)
+        gate_up, down = load(specs.gate_up, device_index), load(down_spec, device_index)
         num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-        with scratch(num_tokens * topk * experts.intermediate * 2, x.device, stream) as buffer:
+        with scratch(num_tokens * topk * packed.intermediate * 2, x.device, stream) as buffer:
             launch(
                 gate_up,
-                (num_sms, 1, 1),
-                _THREADS,
+                (num_sms * _GATE_UP_CTAS, 1, 1),
+                32 * _GATE_UP_WARPS,
                 (
                     x.data_ptr(),
-                    int32(x.stride(0)),
+                    x.stride(0),
                     topk_idx.data_ptr(),
                     topk_idx.stride(0),
                     int32(num_tokens),
@@ -104,19 +143,19 @@ def moe_tile(
                     packed.w13.matrix_scale.data_ptr(),
                     pointer(packed.w13.row_scale),
                     pointer(packed.w13.block_scale),
-                    pointer(experts.w13_bias),
+                    pointer(packed.w13_bias),
                     float32(act.alpha),
                     float32(limit),
                     float32(act.up_offset),
                     buffer.data_ptr(),
                 ),
                 stream,
-                specs[0].dynamic_smem_bytes,
+                specs.gate_up.dynamic_smem_bytes,
             )
             launch(
                 down,
-                (experts.hidden // 16, 1, 1),
-                _THREADS,
+                (packed.hidden // 16, 1, 1),
+                32 * (8 if num_tokens == 1 else 16),
                 (
                     buffer.data_ptr(),
                     topk_idx.data_ptr(),
@@ -128,10 +167,10 @@ def moe_tile(
                     packed.w2.matrix_scale.data_ptr(),
                     pointer(packed.w2.row_scale),
                     pointer(packed.w2.block_scale),
-                    pointer(experts.w2_bias),
+                    pointer(packed.w2_bias),
                     out.data_ptr(),
                     out.stride(0),
                 ),
                 stream,
-                specs[1].dynamic_smem_bytes,
+                down_spec.dynamic_smem_bytes,
             )

@@ -4,11 +4,11 @@
 //   WARPRING_FORMAT        a policy of tile_formats.cuh
 //   WARPRING_HIDDEN, WARPRING_INTERMEDIATE, WARPRING_TOPK, WARPRING_EXPERTS
 //   WARPRING_INDEX         int32_t or int64_t, the type of topk_idx
-//   WARPRING_STAGES        copies in flight a warp
+//   WARPRING_WARPS         warps of a CTA; changes no bit of the result of the down kernel
 #pragma once
 #include "tile_formats.cuh"
 
-constexpr int kWarps = 8;
+constexpr int kWarps = WARPRING_WARPS;
 constexpr int kLanes = 32;
 constexpr int kThreads = kWarps * kLanes;
 constexpr int kHidden = WARPRING_HIDDEN;
@@ -20,8 +20,8 @@ using Index = WARPRING_INDEX;
 
 constexpr int kColumns = 8;       // tokens of one mma
 constexpr int kMaxPairs = 512;    // (token, slot) pairs of a launch
-constexpr int kStages = WARPRING_STAGES;
-constexpr int kStageRecords = Format::kRecordBytes >= 1024 ? 2 : Format::kRecordBytes >= 512 ? 4 : 8;
+constexpr int kStages = 2;           // copies in flight a warp, about 4 KB each
+constexpr int kStageRecords = Format::kRecordBytes >= 1024 ? 4 : Format::kRecordBytes >= 512 ? 8 : 16;
 constexpr int kStageBytes = kStageRecords * Format::kRecordBytes;
 constexpr uint32_t kFull = 0xffffffffu;
 
@@ -157,72 +157,98 @@ struct Accumulators {
     }
 };
 
-// One record times kTiles x 8 columns of activations. x[t] are 16 bytes of this lane's column: 8 BF16 values at columns 8 q.
-template <int kTiles>
-__device__ __forceinline__ void multiply(Accumulators<kTiles>& sum, const Operands& w, const uint4 (&x)[kTiles]) {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-        mma_bf16(sum.d[t], w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x[t].x, x[t].y);
-        mma_bf16(sum.d[t], w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x[t].z, x[t].w);
-    }
+// One record times the 8 columns of one tile. x are 16 bytes of this lane's column: 8 BF16 values at columns 8 q.
+__device__ __forceinline__ void multiply(float (&sum)[4], const Operands& w, uint4 x) {
+    mma_bf16(sum, w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x.x, x.y);
+    mma_bf16(sum, w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x.z, x.w);
 }
 
-// The columns of up to kTiles x 8 pairs: where each lane reads its activations, as an offset in elements from one base, or
-// kNoColumn beyond the last pair. (The host checks that rows lie within 2^31 elements of each other.)
-constexpr int32_t kNoColumn = -1;
+// The columns of up to kTiles x 8 pairs: where each lane reads its activations. A lane beyond the last pair reads the last
+// one's again: columns are independent of each other, and nobody looks at the sums of those that stand for no pair.
 template <int kTiles>
 struct Columns {
-    const uint16_t* gmem_base;
-    int32_t offset[kTiles];
-    __device__ __forceinline__ uint4 load(int tile, int record) const {
-        return offset[tile] != kNoColumn ? ld_activations(gmem_base + offset[tile] + record * kRecordCols) : uint4{0, 0, 0, 0};
-    }
+    const uint16_t* gmem[kTiles];
 };
 
-// Sums the records [begin, end) of one panel over kTiles x 8 columns. With block scales, `gmem_low` and `gmem_high` are the FP32
-// scales of the panel's two halves, one per 128 columns.
+// Sums the records [begin, end) of one panel over kTiles x 8 columns, in groups: the activations of the next group are on
+// their way while a group is multiplied. With block scales, `gmem_low` and `gmem_high` are the FP32 scales of the panel's two
+// halves, one per 128 columns.
 template <int kTiles, class Source>
 __device__ __forceinline__ void sum_records(Accumulators<kTiles>& sum, Stream<Source>& stream, const Columns<kTiles>& columns,
                                             int begin, int end, const float* gmem_low, const float* gmem_high) {
+    constexpr int kGroup = kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1;
+    constexpr bool kPrefetch = kTiles <= 2;  // beyond that the registers are needed
+    static_assert(kStageRecords % kGroup == 0, "a group lies in one stage");
     const int lane = threadIdx.x % kLanes;
-    constexpr bool kPrefetch = kTiles <= 2;  // beyond that the registers are needed, and there is work to hide the latency
-    sum.clear();
-    uint4 x[kPrefetch ? 2 : 1][kTiles];
-    const auto load_x = [&](int into, int record) {
+    uint4 x[kGroup][kTiles], x_next[kGroup][kTiles];
+    // Records beyond the end are read as the last one: their products are not added.
+    const auto load_x = [&](uint4 (&into)[kGroup][kTiles], int record) {
+        if (record + kGroup <= end) {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) x[into][t] = columns.load(t, record);
+            for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) into[i][t] = ld_activations(columns.gmem[t] + record * kRecordCols + i * kRecordCols);
+        } else {
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) into[i][t] = ld_activations(columns.gmem[t] + min(record + i, end - 1) * kRecordCols);
+        }
     };
-    if (kPrefetch && begin < end) load_x(0, begin);
-#pragma unroll 1
-    for (int record = begin; record < end; record += kStageRecords) {
-        const uint32_t smem = stream.acquire();
+    const auto add_record = [&](const typename Format::Raw& raw, const uint4 (&x_record)[kTiles], int record) {
+        Operands w;
+        Format::unpack(raw, w);
+        float low = 1.f, high = 1.f;
+        if constexpr (Format::kBlockScale) {
+            low = ld_scale_f32(gmem_low + record / 4);
+            high = ld_scale_f32(gmem_high + record / 4);
+        }
 #pragma unroll
-        for (int i = 0; i < kStageRecords; ++i) {
-            if (record + i < end) {
-                const int now = kPrefetch ? i % 2 : 0;
-                const typename Format::Raw raw = Format::load(smem + i * Format::kRecordBytes, lane);
-                // The next record's activations are on their way while this one is multiplied.
-                if (!kPrefetch) load_x(0, record + i);
-                else if (record + i + 1 < end) load_x((i + 1) % 2, record + i + 1);
-                Operands w;
-                Format::unpack(raw, w);
-                if constexpr (Format::kBlockScale) {
-                    const float low = ld_scale_f32(gmem_low + (record + i) / 4), high = ld_scale_f32(gmem_high + (record + i) / 4);
-                    Accumulators<kTiles> part;
-                    part.clear();
-                    multiply(part, w, x[now]);
-#pragma unroll
-                    for (int t = 0; t < kTiles; ++t) {
-                        sum.d[t][0] = fmaf(low, part.d[t][0], sum.d[t][0]);
-                        sum.d[t][1] = fmaf(low, part.d[t][1], sum.d[t][1]);
-                        sum.d[t][2] = fmaf(high, part.d[t][2], sum.d[t][2]);
-                        sum.d[t][3] = fmaf(high, part.d[t][3], sum.d[t][3]);
-                    }
-                } else {
-                    multiply(sum, w, x[now]);
-                }
+        for (int t = 0; t < kTiles; ++t) {
+            const uint4 x_tile = kPrefetch ? x_record[t] : ld_activations(columns.gmem[t] + record * kRecordCols);
+            if constexpr (Format::kBlockScale) {
+                float part[4] = {0.f, 0.f, 0.f, 0.f};
+                multiply(part, w, x_tile);
+                sum.d[t][0] = fmaf(low, part[0], sum.d[t][0]);
+                sum.d[t][1] = fmaf(low, part[1], sum.d[t][1]);
+                sum.d[t][2] = fmaf(high, part[2], sum.d[t][2]);
+                sum.d[t][3] = fmaf(high, part[3], sum.d[t][3]);
+            } else {
+                multiply(sum.d[t], w, x_tile);
             }
         }
-        stream.release();
+    };
+    sum.clear();
+    if (begin >= end) return;
+    if (kPrefetch) load_x(x, begin);
+    uint32_t smem = 0;
+    int in_stage = 0;
+#pragma unroll 1
+    for (int record = begin; record < end; record += kGroup) {
+        if (in_stage == 0) smem = stream.acquire();
+        if (kPrefetch) load_x(x_next, record + kGroup);
+        const uint32_t smem_group = smem + in_stage * Format::kRecordBytes;
+        if (record + kGroup <= end) {
+            typename Format::Raw raw[kGroup];
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i) raw[i] = Format::load(smem_group + i * Format::kRecordBytes, lane);
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i) add_record(raw[i], x[i], record + i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kGroup - 1; ++i)
+                if (record + i < end) add_record(Format::load(smem_group + i * Format::kRecordBytes, lane), x[i], record + i);
+        }
+        in_stage += kGroup;
+        if (in_stage == kStageRecords || record + kGroup >= end) {
+            stream.release();
+            in_stage = 0;
+        }
+        if (kPrefetch) {
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i)
+#pragma unroll
+                for (int t = 0; t < kTiles; ++t) x[i][t] = x_next[i][t];
+        }
     }
 }

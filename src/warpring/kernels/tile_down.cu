@@ -1,7 +1,7 @@
 // tile_down.cu   y[t,h] = sum_k weight[t,k] * (dot(w2[e,h,:], act[t,k,:]) + b[e,h]),  e = topk_idx[t,k]
 //
-// Grid     (hidden / 16) CTAs of 8 warps; a CTA owns 16 output rows of every token. A warp takes every eighth of the experts
-//          that the batch wants, whole rows each.
+// Grid     (hidden / 16) CTAs of 8 or 16 warps; a CTA owns 16 output rows of every token. Its warps deal out the experts that
+//          the batch wants among them, whole rows each.
 // Reads    every wanted weight byte once, through a ring of bulk copies a warp; act from L1/L2
 // Bound    HBM: distinct experts * hidden * intermediate * bytes_per_weight
 // Sync     before the wait it reads topk_idx and topk_weights and requests the first weights: complete by then, since gate_up
@@ -26,14 +26,27 @@ static_assert(sizeof(Smem) <= WARPRING_SMEM_BYTES, "kernels/tile.py computes the
 struct ExpertSource {
     const uint8_t* gmem_panel;
     const Routing* smem_routing;
-    int rank, record;
+    int rank, record = 0;
+    const uint8_t* gmem_next;
 
+    __device__ __forceinline__ ExpertSource(const uint8_t* panel, const Routing* routing, int first)
+        : gmem_panel(panel), smem_routing(routing), rank(first) {
+        enter();
+    }
+    __device__ __forceinline__ void enter() {
+        if (rank < smem_routing->num_distinct) gmem_next = gmem_panel + smem_routing->expert[rank] * (kPanels * kPanelBytes);
+    }
     __device__ __forceinline__ bool next(const uint8_t*& gmem, int& records) {
         if (rank >= smem_routing->num_distinct) return false;
-        gmem = gmem_panel + smem_routing->expert[rank] * (kPanels * kPanelBytes) + record * Format::kRecordBytes;
+        gmem = gmem_next;
         records = min(kStageRecords, kRecords - record);
+        gmem_next += records * Format::kRecordBytes;
         record += records;
-        if (record == kRecords) record = 0, rank += kWarps;
+        if (record == kRecords) {
+            record = 0;
+            rank += kWarps;
+            enter();
+        }
         return true;
     }
 };
@@ -50,11 +63,11 @@ template <int kTiles>
 __device__ __forceinline__ void do_expert(Smem& smem, Stream<ExpertSource>& stream, const Args& args, int64_t expert,
                                           const uint16_t* smem_pairs, int num_columns) {
     const int lane = threadIdx.x % kLanes, g = lane / 4, q = lane % 4;
-    Columns<kTiles> columns{args.gmem_act};
+    Columns<kTiles> columns;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-        const int column = t * kColumns + g;
-        columns.offset[t] = column < num_columns ? smem_pairs[column] * kIntermediate + q * 8 : kNoColumn;
+        const int column = min(t * kColumns + g, num_columns - 1);
+        columns.gmem[t] = args.gmem_act + int64_t(smem_pairs[column]) * kIntermediate + q * 8;
     }
     const int row = blockIdx.x * 16 + g;
     const float* gmem_scale = nullptr;
@@ -84,7 +97,7 @@ __device__ __forceinline__ void do_expert(Smem& smem, Stream<ExpertSource>& stre
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, 16 / kWarps)
 moe_down_tile(const uint16_t* gmem_act, const Index* gmem_topk_idx, int64_t idx_stride, const float* gmem_topk_weights,
               int64_t weights_stride, int32_t num_tokens, const uint8_t* __restrict__ gmem_records,
               const float* __restrict__ gmem_matrix_scale, const float* __restrict__ gmem_row_scale,
@@ -99,7 +112,7 @@ moe_down_tile(const uint16_t* gmem_act, const Index* gmem_topk_idx, int64_t idx_
     find_pairs(smem.routing, gmem_topk_idx, idx_stride, num_tokens * kTopk);
 
     Stream<ExpertSource> stream(smem_address(smem.ring[warp]), smem_address(smem.barriers[warp]),
-                                {gmem_records + blockIdx.x * kPanelBytes, &smem.routing, warp, 0});
+                                ExpertSource(gmem_records + blockIdx.x * kPanelBytes, &smem.routing, warp));
     stream.fill();
     pdl_wait();
     const Args args{gmem_act, gmem_matrix_scale, gmem_row_scale, gmem_block_scale, gmem_bias};

@@ -13,6 +13,7 @@
 constexpr int kPanels = kIntermediate / 8;
 constexpr int kRecords = kHidden / kRecordCols;
 constexpr int kTilesAtOnce = 2;  // columns whose partial sums fit the exchange: 16
+static_assert(kWarps == 8, "a warp owns an eighth of the columns");
 constexpr int64_t kPanelBytes = int64_t(kRecords) * Format::kRecordBytes;
 
 struct Smem {
@@ -28,21 +29,36 @@ struct PanelSource {
     const uint8_t* gmem_records;
     const Routing* smem_routing;
     int item, last_item, begin, end, record;
+    const uint8_t* gmem_next;
 
-    __device__ __forceinline__ bool next(const uint8_t*& gmem, int& records) {
-        if (item >= last_item || begin >= end) return false;
+    __device__ __forceinline__ PanelSource(const uint8_t* records, const Routing* routing, int first, int last, int b, int e)
+        : gmem_records(records), smem_routing(routing), item(first), last_item(last), begin(b), end(e), record(b) {
+        enter();
+    }
+    __device__ __forceinline__ void enter() {
+        if (begin >= end) item = last_item;
+        if (item >= last_item) return;
         const int64_t expert = smem_routing->expert[item / kPanels];
-        gmem = gmem_records + (expert * kPanels + item % kPanels) * kPanelBytes + record * Format::kRecordBytes;
+        gmem_next = gmem_records + (expert * kPanels + item % kPanels) * kPanelBytes + begin * Format::kRecordBytes;
+    }
+    __device__ __forceinline__ bool next(const uint8_t*& gmem, int& records) {
+        if (item >= last_item) return false;
+        gmem = gmem_next;
         records = min(kStageRecords, end - record);
+        gmem_next += records * Format::kRecordBytes;
         record += records;
-        if (record == end) record = begin, ++item;
+        if (record == end) {
+            record = begin;
+            ++item;
+            enter();
+        }
         return true;
     }
 };
 
 struct Args {
     const uint16_t* gmem_x;
-    int32_t x_stride;
+    int64_t x_stride;
     const float* gmem_matrix_scale;
     const float* gmem_row_scale;
     const float* gmem_block_scale;
@@ -51,29 +67,37 @@ struct Args {
     uint16_t* gmem_act;
 };
 
+// What one thread needs to finish one neuron.
+struct Neuron {
+    float gate_scale, up_scale, gate_bias, up_bias;
+
+    __device__ __forceinline__ void load(const Args& args, int64_t expert, int neuron) {
+        const int64_t gate = expert * 2 * kIntermediate + neuron, up = gate + kIntermediate;
+        gate_scale = args.gmem_matrix_scale[expert * 2];
+        up_scale = args.gmem_matrix_scale[expert * 2 + 1];
+        if (args.gmem_row_scale != nullptr) {
+            gate_scale *= args.gmem_row_scale[gate];
+            up_scale *= args.gmem_row_scale[up];
+        }
+        gate_bias = args.gmem_bias != nullptr ? args.gmem_bias[gate] : 0.f;
+        up_bias = args.gmem_bias != nullptr ? args.gmem_bias[up] : 0.f;
+    }
+};
+
 // The partial sums of all warps become activations: thread (neuron, column) adds its eight parts in order.
-__device__ __forceinline__ void finish(const Smem& smem, int buffer, const Args& args, int64_t expert, int panel,
-                                       const uint16_t* smem_pairs, int num_columns) {
-    const int neuron_in_panel = threadIdx.x % 8, column = threadIdx.x / 8;
+__device__ __forceinline__ void finish(const Smem& smem, int buffer, const Args& args, const Neuron& constants, int finisher,
+                                       int neuron, const uint16_t* smem_pairs, int num_columns) {
+    const int row = finisher % 8, column = finisher / 8;
     if (column >= num_columns) return;
     const int tile = column / kColumns, c = column % kColumns;
     float gate = 0.f, up = 0.f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-        gate += smem.parts[buffer][w][tile][neuron_in_panel][c];
-        up += smem.parts[buffer][w][tile][neuron_in_panel + 8][c];
+        gate += smem.parts[buffer][w][tile][row][c];
+        up += smem.parts[buffer][w][tile][row + 8][c];
     }
-    const int neuron = panel * 8 + neuron_in_panel;
-    gate *= args.gmem_matrix_scale[expert * 2];
-    up *= args.gmem_matrix_scale[expert * 2 + 1];
-    if (args.gmem_row_scale != nullptr) {
-        gate *= args.gmem_row_scale[expert * 2 * kIntermediate + neuron];
-        up *= args.gmem_row_scale[(expert * 2 + 1) * kIntermediate + neuron];
-    }
-    if (args.gmem_bias != nullptr) {
-        gate += args.gmem_bias[expert * 2 * kIntermediate + neuron];
-        up += args.gmem_bias[(expert * 2 + 1) * kIntermediate + neuron];
-    }
+    gate = fmaf(gate, constants.gate_scale, constants.gate_bias);
+    up = fmaf(up, constants.up_scale, constants.up_bias);
     args.gmem_act[int64_t(smem_pairs[column]) * kIntermediate + neuron] =
         cvt_f32_bf16(gated_activation(gate, up, {args.alpha, args.limit, args.up_offset}));
 }
@@ -85,11 +109,16 @@ __device__ __forceinline__ void do_panel(Smem& smem, Stream<PanelSource>& stream
                                          int& buffer) {
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     const int g = lane / 4, q = lane % 4;
-    Columns<kTiles> columns{args.gmem_x};
+    // Panels are finished by the warps in turn.
+    const int finisher = (threadIdx.x + panel * kLanes) % kThreads, neuron = panel * 8 + finisher % 8;
+    constexpr bool kEarly = kTiles <= 2;  // beyond that the registers are needed for the sums
+    Neuron constants;
+    if (kEarly) constants.load(args, expert, neuron);
+    Columns<kTiles> columns;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-        const int column = t * kColumns + g;
-        columns.offset[t] = column < num_columns ? smem_pairs[column] / kTopk * args.x_stride + q * 8 : kNoColumn;
+        const int column = min(t * kColumns + g, num_columns - 1);
+        columns.gmem[t] = args.gmem_x + smem_pairs[column] / kTopk * args.x_stride + q * 8;
     }
     const float* gmem_scale = nullptr;
     constexpr int kScaleCols = ceil_div(kHidden, 128), kScaleRows = ceil_div(kIntermediate, 128);
@@ -97,6 +126,7 @@ __device__ __forceinline__ void do_panel(Smem& smem, Stream<PanelSource>& stream
         gmem_scale = args.gmem_block_scale + (expert * 2 * kScaleRows + panel * 8 / 128) * kScaleCols;
     Accumulators<kTiles> sum;
     sum_records(sum, stream, columns, begin, end, gmem_scale, gmem_scale + kScaleRows * kScaleCols);
+    if (!kEarly) constants.load(args, expert, neuron);
 #pragma unroll
     for (int t0 = 0; t0 < kTiles; t0 += kTilesAtOnce) {
 #pragma unroll
@@ -106,14 +136,14 @@ __device__ __forceinline__ void do_panel(Smem& smem, Stream<PanelSource>& stream
             *reinterpret_cast<float2*>(&part[g + 8][q * 2]) = {sum.d[t][2], sum.d[t][3]};
         }
         __syncthreads();
-        finish(smem, buffer, args, expert, panel, smem_pairs + t0 * kColumns,
+        finish(smem, buffer, args, constants, finisher, neuron, smem_pairs + t0 * kColumns,
                min(num_columns - t0 * kColumns, kTilesAtOnce * kColumns));
         buffer ^= 1;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-moe_gate_up_tile(const uint16_t* gmem_x, int32_t x_stride, const Index* gmem_topk_idx, int64_t idx_stride, int32_t num_tokens,
+moe_gate_up_tile(const uint16_t* gmem_x, int64_t x_stride, const Index* gmem_topk_idx, int64_t idx_stride, int32_t num_tokens,
                  const uint8_t* __restrict__ gmem_records, const float* __restrict__ gmem_matrix_scale,
                  const float* __restrict__ gmem_row_scale, const float* __restrict__ gmem_block_scale,
                  const float* __restrict__ gmem_bias, float alpha, float limit, float up_offset, uint16_t* gmem_act) {
@@ -134,7 +164,7 @@ moe_gate_up_tile(const uint16_t* gmem_x, int32_t x_stride, const Index* gmem_top
     const int last = int(int64_t(num_items) * (blockIdx.x + 1) / gridDim.x);
     const int begin = kRecords * warp / kWarps, end = kRecords * (warp + 1) / kWarps;
     Stream<PanelSource> stream(smem_address(smem.ring[warp]), smem_address(smem.barriers[warp]),
-                               {gmem_records, &smem.routing, first, last, begin, end, begin});
+                               PanelSource(gmem_records, &smem.routing, first, last, begin, end));
     stream.fill();
     int buffer = 0;
 #pragma unroll 1
