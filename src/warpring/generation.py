@@ -121,7 +121,7 @@ def load(
     if is_quantized_checkpoint(directory):
         model, experts = load_quantized(directory, path=path, device=device, format=format, progress=progress)
     else:
-        model = _from_files(AutoModelForCausalLM, directory, dtype=torch.bfloat16).to(device)
+        model = _complete_model(directory).to(device)
         experts = install(model, format=format or DEFAULT_FORMAT, path=path, free=True, progress=progress)
     return Loaded(model.eval(), tokenizer, experts)
 
@@ -201,6 +201,10 @@ def _check(model: PreTrainedModel, num_prompt: int, max_new_tokens: int, tempera
 
 def _encode(loaded: Loaded, prompt: str) -> list[int]:
     encode: Any = loaded.tokenizer
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"generate: prompt must be valid text; {error}.") from error
     ids: list[int] = encode(prompt).input_ids
     if ids:
         return ids
@@ -214,6 +218,20 @@ def _encode(loaded: Loaded, prompt: str) -> list[int]:
 def _text_config(model: PreTrainedModel) -> Any:
     config: Any = model.config
     return config.get_text_config()
+
+
+def _complete_model(directory: Path) -> Any:
+    """The model in BF16; transformers itself would fill a missing or misshapen weight with random numbers."""
+    model, found = _from_files(
+        AutoModelForCausalLM, directory, dtype=torch.bfloat16, use_safetensors=True, output_loading_info=True
+    )
+    lacking = sorted({*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])})
+    if lacking:
+        raise CheckpointError(
+            f"generate: {directory} must hold every weight of {type(model).__name__} in the shape that config.json "
+            f"gives; {len(lacking)} are missing or misshapen, {lacking[0]} first. Download it again."
+        )
+    return model
 
 
 def _from_files(factory: Any, directory: Path, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def test_recorded_load_of_another_number_of_experts_keeps_its_ends() -> None:
     assert (share[0] / share[-1]).item() == pytest.approx(8, rel=0.15)
 
 
-@pytest.mark.parametrize("load", [None, [], [0.0, 0.0], [1.0, -1.0]])
+@pytest.mark.parametrize("load", [None, [], [0.0, 0.0], [1.0, -1.0], [math.inf, 1.0], [math.nan, 1.0]])
 def test_recorded_routing_needs_a_load(load: list[float] | None) -> None:
     with pytest.raises(ArgumentError, match="needs load"):
         make_routing(TINY, 1, "recorded", seed=0, load=load)

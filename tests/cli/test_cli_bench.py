@@ -25,7 +25,7 @@ def test_bench_prints_a_row_a_point_and_appends_the_records(tmp_path: Path, caps
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     records = load(path)
-    points = [(f, p, b) for f in ("mxfp8", "bf16") for b in (1, 3) for p in ("reference", "classical")]
+    points = [(f, p, b) for f in ("mxfp8", "bf16") for b in (1, 3) for p in ("cores", "classical")]
     assert [(r["format"], r["path"], r["num_tokens"]) for r in records] == points
     assert lines[0].startswith("h64xi32xe6xk2 on ")
     assert [tuple(line.split()[:3]) for line in lines[2:]] == [(f, p, str(b)) for f, p, b in points]
@@ -65,6 +65,7 @@ def test_bench_takes_a_recorded_load(tmp_path: Path) -> None:
         (["--device", "cuda:99"], "is not there"),
         (["--plot", "plot.jpg"], "must end in .png"),
         (["--routing", "recorded"], "--routing recorded and --load FILE go together"),
+        (["--batches", str(10**14)], "not enough memory"),
         (["--load", "missing.json"], "missing.json: No such file"),
         (["--shape", "h64xi32"], "sizes like h2048xi768xe128xk8"),
         (["--shape", "h65xi32xe6xk2"], "hidden must be a positive multiple of 32; got 65"),
@@ -90,4 +91,4 @@ def test_paths_follow_the_device_unless_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert main([*TINY, "--device", "cuda"]) == 0
     assert main([*TINY, "--device", "cuda", "--path", "auto"]) == 0
-    assert asked == [("reference", "classical"), ("warp", "classical"), ("auto",)]
+    assert asked == [("cores", "classical"), ("warp", "classical"), ("auto",)]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from warpring import ArgumentError, UnsupportedError, __version__, cli
 from warpring.cli import COMMANDS, main
@@ -53,6 +54,11 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ["bench", "--repeats", "many"],
         ["bench", "--routing", "skewed"],
         ["bench", "--model", "qwen3-30b-a3b", "--shape", "h32xi32xe1xk1"],
+        ["bench", "--seed", "-1"],
+        ["bench", "--seed", str(2**63)],
+        ["verify", "--seed", "9" * 30],
+        ["generate", "--seed", "9" * 30],
+        ["generate", "--seed", "9" * 5000],
         ["doctor", "now"],
     ],
 )
@@ -84,6 +90,9 @@ def with_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namesp
             "warpring: model.safetensors: No such",
         ),
         (OSError("disk is gone"), 2, "warpring: disk is gone"),
+        (MemoryError(), 2, "warpring: not enough memory: MemoryError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory:\n 9 bytes."), 2, "warpring: not enough memory: Def"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "warpring: not enough memory: CUDA out of memory."),
         (KeyboardInterrupt(), 130, "warpring: interrupted"),
     ],
 )
@@ -109,12 +118,13 @@ def test_traceback_flag_lets_the_error_through(monkeypatch: pytest.MonkeyPatch) 
         main(["x", "--traceback"])
 
 
-def test_bug_is_not_hidden_as_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", [ZeroDivisionError, RuntimeError])
+def test_bug_is_not_hidden_as_bad_input(bug: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def run(_: argparse.Namespace) -> int:
-        raise ZeroDivisionError
+        raise bug("shapes cannot be multiplied")
 
     with_command(monkeypatch, run)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(bug):
         main(["x"])
 
 

@@ -79,7 +79,7 @@ def test_defaults_are_the_example_model_and_the_policy() -> None:
 def test_default_prompt_shows_both_paths_on_a_cpu(loaded: Loaded) -> None:
     reset_stats(loaded.model)
     write(loaded, parse().prompt, max_new_tokens=2)
-    assert set(stats(loaded.model)) == {"reference", "classical"}
+    assert set(stats(loaded.model)) == {"cores", "classical"}
 
 
 @pytest.mark.skipif(GPU, reason="threads matter where a CPU runs the experts")
@@ -164,7 +164,7 @@ def test_recording_ends_at_its_limit_and_leaves_no_hook(loaded: Loaded) -> None:
 def test_warp_decode_is_far_closer_to_fp64_than_the_classical_path(loaded: Loaded) -> None:
     run, _ = write(loaded, max_new_tokens=9)
     found = accuracy_of_paths(run)
-    decode = found["warp" if GPU else "reference"]
+    decode = found["warp" if GPU else "cores"]
     assert decode.cosine_min > 0.99999
     assert found["classical"].rms_rel_error > 1.4 * decode.rms_rel_error
 
@@ -294,6 +294,28 @@ def test_truncated_weights_are_refused(capsys: pytest.CaptureFixture[str], tmp_p
     weights = copy_of_model(tmp_path / "m") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     assert "transformers cannot load it" in refusal(capsys, str(tmp_path / "m"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"num_hidden_layers": 5}, "model.layers.4.input_layernorm.weight"),
+        ({"intermediate_size": 100, "mlp_only_layers": [1]}, "model.layers.1.mlp.down_proj.weight"),
+        ({"head_dim": 48}, "model.layers.0.self_attn.k_norm.weight"),
+    ],
+)
+def test_weights_that_transformers_would_make_up_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, object], first: str
+) -> None:
+    config = copy_of_model(tmp_path / "m") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    line = refusal(capsys, str(tmp_path / "m"))
+    assert "are missing or misshapen" in line or "transformers cannot load it" in line
+    assert "missing" not in line or first in line
+
+
+def test_prompt_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "prompt must be valid text" in refusal(capsys, str(MODEL), "--prompt", "a\udcff")
 
 
 def test_missing_tokenizer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -94,9 +94,14 @@ def test_exit_code_says_whether_promised_bounds_hold(
         (["--batches", "0"], "--batches"),
         (["--shape", "h33xi32xe4xk2"], "multiple of 32"),
         (["--device", "tpu"], "--device"),
+        (["--inputs", "recorded", "--text", "README.bin"], "README.bin: must be UTF-8 text"),
     ],
 )
-def test_bad_input_is_one_named_error(words: list[str], message: str) -> None:
+def test_bad_input_is_one_named_error(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("README.bin").write_bytes(b"\xff\xfe")
     with pytest.raises(ArgumentError, match=message):
         verify(*SYNTHETIC, *words)
 

@@ -8,6 +8,7 @@ has its own bytes in memory, and all codes and scales are ones that quantised we
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -146,10 +147,10 @@ def _expert_share(num_experts: int, kind: str, load: Sequence[float] | None) -> 
         return 1.0 / torch.arange(1, num_experts + 1, dtype=torch.float64)
     if kind != "recorded":
         raise ArgumentError(f"make_routing: kind must be uniform, zipf or recorded; got {kind!r}.")
-    if load is None or not len(load) or min(load) < 0 or not max(load) > 0:
+    if load is None or not len(load) or min(load) < 0 or not 0 < sum(load) < math.inf:
         raise ArgumentError(
-            "make_routing: kind 'recorded' needs load, the non-negative load of each expert of a measured model, not "
-            f"all zero; got {'None' if load is None else list(load)}."
+            "make_routing: kind 'recorded' needs load, the finite, non-negative load of each expert of a model, "
+            f"not all zero; got {'None' if load is None else list(load)}."
         )
     curve = torch.tensor(sorted(load, reverse=True), dtype=torch.float64)
     # An expert that got no token in the recording is rare, not impossible: half of the smallest load seen.

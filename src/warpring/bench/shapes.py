@@ -106,7 +106,7 @@ def parse_shape(text: str) -> LayerShape:
     match = _FREE.fullmatch(name)
     if match is None:
         raise ArgumentError(
-            f"parse_shape: must be one of {', '.join(MODELS)}, or sizes like h2048xi768xe128xk8 "
+            f"parse_shape: a shape must be one of {', '.join(MODELS)}, or sizes like h2048xi768xe128xk8 "
             f"(hidden, intermediate, experts, top-k); got {text!r}."
         )
     hidden, intermediate, num_experts, topk = map(int, match.groups())

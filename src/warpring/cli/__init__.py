@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from warpring.errors import ArgumentError, WarpringError
@@ -79,17 +80,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left (`| head`). Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (WarpringError, OSError) as error:
-        if show_traceback:
+    except (WarpringError, OSError, MemoryError, RuntimeError) as error:
+        if show_traceback or not _is_users(error):
             raise
         print(f"warpring: {_one_line(error)}", file=sys.stderr)
         return 2
 
 
+def seed(text: str) -> int:
+    """The value of a --seed: what every generator here takes."""
+    value = int(text)
+    if not 0 <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be 0 to 2^63 - 1; got {text}")
+    return value
+
+
+def read_text(path: str) -> str:
+    """The text of a file that the command line names; ArgumentError where it is not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{path}: must be UTF-8 text; {error}.") from error
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether a command line can cause this error; torch says only in words that it asked for too much memory."""
+    if not isinstance(error, RuntimeError) or isinstance(error, WarpringError):
+        return True
+    return any(words in str(error).lower() for words in ("out of memory", "can't allocate memory"))
+
+
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (WarpringError, OSError)):
+        return text
+    return f"not enough memory: {text} Take a smaller shape, batch or format."
 
 
 def version() -> str:

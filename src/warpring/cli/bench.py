@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from warpring.cli import seed
 from warpring.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--load", metavar="JSON", help="experts' load for --routing recorded: a JSON list, one number an expert"
     )
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="replays that count (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="default %(default)s")
     parser.add_argument("--device", metavar="DEVICE", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
     parser.add_argument("--jsonl", metavar="FILE", help="append the records to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw time and share of the peak into FILE (.png or .svg)")
@@ -72,7 +73,7 @@ def parse_list(option: str, text: str, known: tuple[str, ...]) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words or [text]:
         if word not in known:
-            raise ArgumentError(f"bench: {option} must hold {', '.join(known)}; got {word!r}.")
+            raise ArgumentError(f"{option} must hold {', '.join(known)}; got {word!r}.")
     return words
 
 
@@ -83,7 +84,7 @@ def parse_batches(text: str) -> list[int]:
     except ValueError:
         batches = []
     if not batches or min(batches) < 1:
-        raise ArgumentError(f"bench: --batches must be counts of at least 1, as in 1,2,4; got {text!r}.")
+        raise ArgumentError(f"--batches must be counts of at least 1, as in 1,2,4; got {text!r}.")
     return batches
 
 
@@ -158,11 +159,11 @@ def choose_device(text: str | None) -> torch.device:
     try:
         device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise ArgumentError(f"bench: --device must be cuda, cuda:N or cpu; got {text!r}.") from error
+        raise ArgumentError(f"--device must be cuda, cuda:N or cpu; got {text!r}.") from error
     if device.type not in ("cuda", "cpu"):
-        raise ArgumentError(f"bench: --device must be cuda, cuda:N or cpu; got {text!r}.")
+        raise ArgumentError(f"--device must be cuda, cuda:N or cpu; got {text!r}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ArgumentError(
-            f"bench: --device {text} is not there; torch sees {torch.cuda.device_count()} GPUs. See 'warpring doctor'."
+            f"--device {text} is not there; torch sees {torch.cuda.device_count()} GPUs. See 'warpring doctor'."
         )
     return device

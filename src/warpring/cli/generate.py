@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from warpring.cli import seed
 from warpring.cli.quantize import FORMAT_NAMES
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def add_parser(subparsers: _SubParsersAction[ArgumentParser]) -> None:
         metavar="X",
         help="of the sampling; 0 takes the likeliest token each time (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the sampling (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -110,6 +111,7 @@ def _load(args: Namespace, console: Console) -> Loaded:
         from transformers.utils import logging
 
         from warpring.generation import load
+    logging.set_verbosity_error()  # what it would warn of is an error of ours
     if not console.is_terminal:
         logging.disable_progress_bar()  # of reading the weights
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -40,9 +40,11 @@ def add_parser(subparsers: _SubParsersAction[ArgumentParser]) -> None:
 def parse_size(text: str) -> int:
     """Bytes of "5GB", "500 MiB" or "4096"; ArgumentError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if not found or found[2].upper() not in _UNITS or (size := int(float(found[1]) * _UNITS[found[2].upper()])) <= 0:
+    # A file system's largest file is far below; beyond it a float would not hold the bytes either.
+    size = float(found[1]) * _UNITS[found[2].upper()] if found and found[2].upper() in _UNITS else 0.0
+    if not 1 <= size < 1 << 63:
         raise ArgumentError(f"--shard-size must be a positive size such as 500MB or 2GiB; got {text!r}.")
-    return size
+    return int(size)
 
 
 def run(args: Namespace) -> int:

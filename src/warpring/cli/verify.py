@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from warpring.cli import read_text, seed
 from warpring.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--text", metavar="FILE", help="text that the model reads (default: a standard library module)")
     parser.add_argument("--inputs", choices=("all", "synthetic", "recorded"), default="all", help="default %(default)s")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the synthetic inputs (default %(default)s)"
+        "--seed", type=seed, default=0, metavar="N", help="of the synthetic inputs (default %(default)s)"
     )
     parser.add_argument("--device", metavar="DEVICE", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
     parser.add_argument("--each", action="store_true", help="a line a batch instead of the worst over all batches")
@@ -134,7 +135,7 @@ def gather_inputs(args: argparse.Namespace, num_tokens: int) -> list[Inputs]:
                 f"verify: recording a model needs transformers ({error}). Install warpring[transformers], or use "
                 "--inputs synthetic."
             ) from error
-        text = Path(args.text).read_text(encoding="utf-8") if args.text else None
+        text = read_text(args.text) if args.text else None
         found.append(recorded_inputs(model, num_tokens, text=text))
     return found
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from warpring.errors import ArgumentError, CheckpointError
+from warpring.integrations.transformers.install import experts_modules
 from warpring.integrations.transformers.layout import pack
 from warpring.verify import Inputs, LayerInputs
 
@@ -74,16 +75,15 @@ def _record(model: torch.nn.Module, ids: torch.Tensor, keep: torch.Tensor) -> li
     layers: list[LayerInputs] = []
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # By the names that every experts module of transformers gives its arguments, however they are passed.
+        # By position, however they are passed: models name them differently (gpt-oss: router_indices).
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        x, idx, weights = given["hidden_states"], given["top_k_index"], given["top_k_weights"]
+        x, idx, weights = list(given.values())[:3]
         x = x.reshape(-1, x.shape[-1])
         layers.append(LayerInputs(pack(module, "bf16"), x[keep], idx[keep].long(), weights[keep].float()))
 
     hooks = [
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        for module in model.modules()
-        if hasattr(module, "gate_up_proj") and "top_k_index" in inspect.signature(module.forward).parameters
+        for module in experts_modules(model).values()
     ]
     try:
         with torch.inference_mode():

@@ -113,7 +113,7 @@ def _take_over(model: PreTrainedModel, path: str) -> dict[str, torch.nn.Module]:
     """The model's experts modules by name, all of them checked and switched to warpring."""
     if path not in PATHS:
         raise ArgumentError(f"install: path must be one of {', '.join(PATHS)}; got {path!r}.")
-    modules = _experts_modules(model)
+    modules = experts_modules(model)
     if not modules:
         raise UnsupportedError(
             f"install: {type(model).__name__} has no experts that transformers dispatches by experts_implementation. "
@@ -169,7 +169,7 @@ def _states(model: torch.nn.Module) -> list[State]:
     return [state for state in states if state is not None]
 
 
-def _experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The modules that `use_experts_implementation` decorated; its flags are their mark."""
     named: dict[str, torch.nn.Module] = dict(model.named_modules())
     return {name: m for name, m in named.items() if hasattr(m, "is_concatenated") and hasattr(m, "_apply_gate")}
