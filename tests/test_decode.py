@@ -12,6 +12,7 @@ from warpring.activation import GELU_TANH, SILU, clipped_swiglu
 from warpring.bench.inputs import random_experts
 from warpring.bench.shapes import LayerShape
 from warpring.formats import FORMATS
+from warpring.kernels import cores
 from warpring.runtime import workspace
 
 GPU = pytest.mark.gpu
@@ -19,6 +20,7 @@ GPU = pytest.mark.gpu
 PLACES = [
     pytest.param(("reference", "cpu"), id="reference-cpu"),
     pytest.param(("classical", "cpu"), id="classical-cpu"),
+    pytest.param(("cores", "cpu"), id="cores-cpu"),
     pytest.param(("warp", "cuda"), id="warp-cuda", marks=GPU),
     pytest.param(("classical", "cuda"), id="classical-cuda", marks=GPU),
 ]
@@ -32,7 +34,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 def run(inputs: Inputs, path: str, **kwargs: object) -> torch.Tensor:
     """The layer with every byte it could read without writing poisoned first: out, and the scratch between kernels."""
-    for buffer in workspace._buffers.values():
+    for buffer in (*workspace._buffers.values(), *cores.scratch_buffers()):
         buffer.fill_(0xFF)  # BF16 NaN
     out = torch.full_like(inputs.x, torch.nan)
     assert moe_decode(*inputs.args(), out=out, path=path, **kwargs) is out
@@ -267,7 +269,7 @@ def test_weights_of_another_float_type_are_converted(place: Place) -> None:
         (lambda a: a | {"topk_idx": a["topk_idx"].to_sparse()}, r"topk_idx must be a strided tensor"),
         (lambda a: a | {"topk_weights": a["topk_weights"].to_sparse()}, r"topk_weights must be a strided tensor"),
         (lambda a: a | {"x": a["x"].to("meta")}, r"x must be a strided tensor that holds data; got .* on meta"),
-        (lambda a: a | {"path": "fast"}, r"path must be one of auto, warp, classical, reference; got 'fast'"),
+        (lambda a: a | {"path": "fast"}, r"path must be one of auto, warp, tile, cores, classical, reference; got 'fast'"),
     ],
 )
 def test_broken_rule_is_named(change, message: str) -> None:

@@ -172,12 +172,12 @@ def generate(
 def accuracy_of_paths(generation: Generation) -> dict[str, Accuracy]:
     """Accuracy of decode and of the classical path on what reached the experts, against FP64, in the worst layer.
 
-    Decode is path "warp" on a GPU, and on a CPU its twin "reference". Empty where no decode call was recorded.
+    Decode is path "warp" on a GPU, and on a CPU "cores". Empty where no decode call was recorded.
     """
     if not generation.calls:
         return {}
     devices = {calls.experts.device.type for calls in generation.calls.values()}
-    decode = "warp" if devices == {"cuda"} else "reference"
+    decode = "warp" if devices == {"cuda"} else "cores"
     return {
         path: worst(
             [accuracy(c.x.bfloat16(), c.experts, c.topk_idx, c.topk_weights, path) for c in generation.calls.values()]

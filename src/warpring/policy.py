@@ -11,12 +11,12 @@ from warpring.experts import Experts
 
 #: Largest decode batch that "auto" gives to warp decode on a GPU. Beyond it the expert-centric path serves.
 MAX_WARP_TOKENS = 32
-#: Largest batch that "auto" gives to the reference on a CPU.
-MAX_REFERENCE_TOKENS = 16
+#: Largest batch that "auto" gives to the CPU cores' own decode path.
+MAX_CORES_TOKENS = 16
 
 
 def choose_path(experts: Experts, num_tokens: int) -> str:
-    """The path that `path="auto"` takes: "warp" or "classical" on a GPU, "reference" or "classical" on a CPU."""
+    """The path that `path="auto"` takes: "warp" or "classical" on a GPU, "cores" or "classical" on a CPU."""
     if experts.device.type == "cuda":
         return "warp" if num_tokens <= MAX_WARP_TOKENS else "classical"
-    return "reference" if num_tokens <= MAX_REFERENCE_TOKENS else "classical"
+    return "cores" if num_tokens <= MAX_CORES_TOKENS else "classical"

@@ -28,8 +28,8 @@ from warpring.formats import FORMATS, get_format
 from warpring.reference import moe_exact
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-#: Bounds on warp decode and on its CPU twin, the reference; the classical path has none.
-BOUNDED_PATHS = ("warp", "reference")
+#: Bounds on warp decode, on a GPU and on CPU cores, and on the reference; the classical path has none.
+BOUNDED_PATHS = ("warp", "cores", "reference")
 MIN_COSINE = 0.999996
 MAX_ABS_DIFF = 2.0**-9
 MAX_RMS_REL_ERROR = 2.0**-8

@@ -35,9 +35,10 @@ def test_doctor_names_versions_and_every_path_and_format(capsys: pytest.CaptureF
     assert "kernel cache" in out
     assert str(jit.cache_dir()) in out
     found = table(out)
-    assert set(found) == {(path, format) for path in ("warp", "classical", "reference") for format in FORMATS}
+    assert set(found) == {(path, format) for path in ("warp", "cores", "classical", "reference") for format in FORMATS}
     for format in FORMATS:
-        assert found["reference", format].startswith("runs on")
+        for path in ("cores", "reference"):
+            assert found[path, format].startswith("runs on cpu" if path == "cores" else "runs on")
         assert found["classical", format].startswith("runs on")
 
 

@@ -218,7 +218,7 @@ def test_frozen_weights_and_inputs_run_with_gradients_enabled(model, device: tor
 def test_stats_count_calls_and_token_ranges_by_path(model, device: torch.device) -> None:
     wrt.install(model)
     assert wrt.stats(model) == {}
-    decode = "warp" if device.type == "cuda" else "reference"
+    decode = "warp" if device.type == "cuda" else "cores"
     with torch.no_grad():
         for num_tokens in (3, 1, 200, 2):
             _experts(model)(*_inputs(device, num_tokens))

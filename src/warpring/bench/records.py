@@ -27,7 +27,7 @@ from warpring.errors import ArgumentError
 Record = dict[str, Any]
 
 FORMATS = ("bf16", "fp8_block", "fp8_channel", "mxfp8", "mxfp4", "nvfp4")
-PATHS = ("reference", "classical", "warp", "tile", "grouped", "auto")
+PATHS = ("reference", "classical", "cores", "warp", "tile", "grouped", "auto")
 ROUTINGS = ("uniform", "zipf", "recorded")
 #: What was measured when it was not one of our paths; a peer's name is free text in `impl`.
 OWN_IMPL = "warpring"

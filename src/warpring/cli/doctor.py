@@ -66,6 +66,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "NVRTC", _nvrtc()
     for package in ("cuda-core", "cuda-bindings"):
         yield package, _version(package) or "missing; install with: pip install 'warpring[cuda]'"
+    yield "CPU kernels", _cpu_kernels()
     yield "kernel cache", _cache()
     found = _version("transformers")
     yield (
@@ -106,19 +107,24 @@ def checks() -> Iterator[tuple[str, str, str, bool]]:
     import torch
 
     from warpring.bench.records import FORMATS
+    from warpring.kernels.cores import unusable_reason
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for path in ("warp", "classical", "reference"):
+    for path in ("warp", "cores", "classical", "reference"):
+        place = torch.device("cpu") if path == "cores" else device
         for format in FORMATS:
+            if path == "cores" and (missing := unusable_reason()) is not None:
+                yield path, format, f"no: {missing}; the reference stands in for it", True
+                continue
             try:
-                cosine = run_tiny(path, format, device)
+                cosine = run_tiny(path, format, place)
             except UnsupportedError as error:
                 yield path, format, f"no: {reason(path, device) or error}", True
             except (WarpringError, RuntimeError) as error:
                 yield path, format, f"BROKEN: {' '.join(str(error).split())}", False
             else:
                 good = cosine > LEAST_COSINE
-                yield path, format, f"{'runs' if good else 'WRONG RESULT'} on {device.type}, cosine {cosine:.6f}", good
+                yield path, format, f"{'runs' if good else 'WRONG RESULT'} on {place.type}, cosine {cosine:.6f}", good
 
 
 def run_tiny(path: str, format: str, device: torch.device) -> float:
@@ -163,11 +169,22 @@ def _nvrtc_problem() -> str | None:
     return None if _version("cuda-core") else "cuda-core is missing; install with: pip install 'warpring[cuda]'"
 
 
+def _cpu_kernels() -> str:
+    """What compiles the CPU cores' path and for which processor, or why it cannot."""
+    import torch
+
+    from warpring.kernels.cores.engine import compiler_version, processor, unusable_reason
+
+    if (missing := unusable_reason()) is not None:
+        return f"not usable: {missing}"
+    return f"{compiler_version()}, for {processor()}, {torch.get_num_threads()} threads"
+
+
 def _cache() -> str:
     from warpring.runtime.jit import cache_dir
 
     folder = cache_dir()
-    kernels = list(folder.glob("*.cubin"))
+    kernels = [*folder.glob("*.cubin"), *folder.glob("*.o")]
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     access = "" if os.access(nearest, os.W_OK) else "; NOT writable, set WARPRING_CACHE to a folder that is"
     return f"{folder} ({len(kernels)} kernels, {sum(k.stat().st_size for k in kernels) / 2**20:.1f} MiB){access}"

@@ -24,10 +24,11 @@ DEFAULT_PROMPT = 'def read_config(path, default=None):\n    """Read the configur
 # Below this, a CPU spends more on handing an expert's work to a second thread than the thread saves.
 _SMALL_EXPERT_BYTES = 1 << 20
 
-_PATHS = ("auto", "warp", "classical", "reference")
+_PATHS = ("auto", "warp", "cores", "classical", "reference")
 _PATH_TITLES = {
     "warp": "warp decode",
-    "reference": "warp decode's CPU twin",
+    "cores": "decode on CPU cores",
+    "reference": "decode in plain torch",
     "classical": "classical",
     "grouped_mm": "transformers' grouped_mm",
 }

@@ -57,7 +57,7 @@ def precompile(experts: Experts) -> None:
         load_layer(experts.format, experts.activation.gate_fn)
 
 
-__all__ = ["Layer", "moe_cores", "precompile", "unusable_reason"]
+__all__ = ["Layer", "moe_cores", "precompile", "scratch_buffers", "unusable_reason"]
 
 
 @cache
@@ -116,6 +116,12 @@ def _arguments(
 
 def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def scratch_buffers() -> list[torch.Tensor]:
+    """This thread's scratch memory, if it has any."""
+    buffer: torch.Tensor | None = getattr(_local, "buffer", None)
+    return [] if buffer is None else [buffer]
 
 
 def _scratch(num_bytes: int) -> torch.Tensor:

@@ -19,4 +19,4 @@ PACKED = struct.Struct(f"={len(_INTEGERS)}q" + "f4x" * len(_FLOATS))
 #: Output rows that a thread takes at a time; divides hidden and intermediate.
 ROWS = 16
 #: Columns that vectors are padded to, with zeros.
-PADDING = 64
+PADDING = 128

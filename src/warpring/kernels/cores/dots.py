@@ -1,10 +1,10 @@
 """Dot products of weight rows with activations: what differs between number formats and processors.
 
-    WideDots   any processor: codes become FP32 numbers
-    PairDots   x86 with AVX512_VBMI and AVX512_BF16: codes become BF16 numbers, by table, and an instruction multiplies
-               and adds two of them a lane
+    WideDots     any processor (wide.py)
+    Avx512Dots   x86 with AVX-512, for 8-bit and 4-bit codes (avx512.py)
 
-Codes are exact in either, activations are BF16, products are summed in FP32: 16 lanes, each a fixed chain of steps.
+Codes become FP32 numbers, exactly; activations are BF16 numbers in FP32. A dot product is 16 lanes, each a fixed chain
+of fused multiply-adds, added up in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from warpring.kernels.cores.emit import F32, F32X16, I64, LANES, Code, Val, Var, vector
+from warpring.kernels.cores.emit import F32, F32X16, I8, I64, LANES, Code, Val, Var, vector
 from warpring.kernels.cores.formats import StoredFormat
+
+#: Sizes of a layer are multiples of this many columns.
+SMALLEST = 32
+#: Bytes ahead at which a row's codes are brought into the nearest cache.
+NEAR = 512
 
 
 class Dots(ABC):
@@ -22,14 +27,12 @@ class Dots(ABC):
     Attributes:
         stored: the format.
         columns: columns of a step.
-        x_bits: bits of an activation as steps read it: 32 (FP32) or 16 (BF16).
         unit: power of two that turns decoded codes into values; multiplies the finished dot product.
         rows: rows of one call of `dot`.
         passes: numbers of tokens that it serves, largest first.
     """
 
     columns: int
-    x_bits: int
     unit: float
     rows: int
     passes: tuple[int, ...]
@@ -55,11 +58,11 @@ class Dots(ABC):
         """Constants that all steps share."""
 
     @abstractmethod
-    def step(self, code: Code, shared: Any, row: Row, at: Val, scale: Val | None, xs: list[Val], columns: int) -> None:
-        """Add the products of `columns` columns: codes at `at`, activations of each token at `xs`."""
+    def step(self, code: Code, shared: Any, row: Row, at: Val, scale: Val | None, xs: list[Val]) -> None:
+        """Add the products of a step: codes at `at`, activations of each token at `xs`."""
 
     @abstractmethod
-    def step_scale(self, code: Code, scales: Val, step: Val, columns: int) -> Val:
+    def step_scale(self, code: Code, scales: Val, step: Val) -> Val:
         """The scales of a step's 16 lanes, from the row's FP32 scales."""
 
     def finish(self, code: Code, rows: list[Row], totals: Val) -> Val:
@@ -76,7 +79,8 @@ class Dots(ABC):
         """
         kinds = [*[I64] * 6, F32, F32, *[I64] * (2 + num_tokens + 3)]
         code = Code(module, f"dot_{self.rows}x{num_tokens}", kinds, internal=True)
-        codes, row_bytes, scales, scale_bytes = (code.parameters[i] for i in (slice(0, 2), 2, slice(3, 5), 5))
+        codes, scales = code.parameters[0:2], code.parameters[3:5]
+        row_bytes, scale_bytes = code.parameters[2], code.parameters[5]
         group_scales, row_scales, vectors = code.parameters[6:8], code.parameters[8:10], code.parameters[10:-3]
         out, columns, ahead = code.parameters[-3:]
         half = self.rows // 2
@@ -85,20 +89,19 @@ class Dots(ABC):
         rows = [self.open_row(code, num_tokens) for _ in starts]
         shared = self.open_loop(code)
 
-        def steps(step: Val, width: int) -> None:
-            xs = [x + step * (self.columns * self.x_bits // 8) for x in vectors]
+        whole = columns // self.columns
+        with code.loop(code.i64(0), whole) as step:
+            xs = [x + step * (4 * self.columns) for x in vectors]
             for row, start, scale in zip(rows, starts, scale_starts, strict=True):
                 at = start + step * self.step_bytes
                 code.prefetch(at + ahead)
-                lanes = self.step_scale(code, scale, step, width) if self.stored.scales_columns else None
-                self.step(code, shared, row, at, lanes, xs, width)
-
-        whole = columns // self.columns
-        with code.loop(code.i64(0), whole) as step:
-            steps(step, self.columns)
-        if self.columns > 32:
-            with code.if_(columns % self.columns > 0):
-                steps(whole, 32)
+                code.prefetch(at + NEAR)
+                lanes = self.step_scale(code, scale, step) if self.stored.scales_columns else None
+                self.step(code, shared, row, at, lanes, xs)
+        if self.columns > SMALLEST:
+            rest = columns % self.columns
+            with code.if_(rest > 0):
+                self._last_step(code, shared, rows, starts, scale_starts, vectors, whole, rest)
         factors = [self._factor(code, *pair) for pair in zip(group_scales, row_scales, strict=True)]
         factor = factors[0].joined(factors[1], list(range(self.rows)))
         for token in range(num_tokens):
@@ -107,6 +110,40 @@ class Dots(ABC):
             code.store(totals * factor, out + 4 * self.rows * token)
         code.end()
         return code.function
+
+    def _last_step(
+        self,
+        code: Code,
+        shared: Any,
+        rows: list[Row],
+        starts: list[Val],
+        scale_starts: list[Val],
+        vectors: list[Val],
+        step: Val,
+        rest: Val,
+    ) -> None:
+        """A step of `rest` columns, from copies of codes and scales that end in zeros. Activations do already."""
+        zero = code.i64(0)
+        codes, scales = code.slot(I8, self.step_bytes), code.slot(F32, LANES)
+        xs = [x + step * (4 * self.columns) for x in vectors]
+        block = self.stored.scale_block[1]
+        lane_scales = 0 < block < self.columns
+        for row, start, scale in zip(rows, starts, scale_starts, strict=True):
+            for offset in range(0, self.step_bytes, 4 * LANES):
+                code.store(code.zeros(F32X16), codes + offset)
+            piece = vector(I8, SMALLEST * self.stored.code_bits // 8)
+            with code.loop(zero, (rest * self.stored.code_bits) >> 3, piece.count) as i:
+                code.store(code.load(piece, start + step * self.step_bytes + i), codes + i)
+            lanes = None
+            if lane_scales:
+                code.store(code.zeros(F32X16), scales)
+                with code.loop(zero, rest // block) as i:
+                    from_ = scale + (step * (self.columns // block) + i) * 4
+                    code.store(code.load(F32, from_), scales + i * 4)
+                lanes = self.step_scale(code, scales, zero)
+            elif self.stored.scales_columns:
+                lanes = self.step_scale(code, scale, step)
+            self.step(code, shared, row, codes, lanes, xs)
 
     def _factor(self, code: Code, group_scale: Val, row_scales: Val) -> Val:
         """What multiplies the dot products of a group's rows."""
@@ -150,9 +187,8 @@ def _fold_pair(a: Val, b: Val | None, width: int, half: int) -> Val:
     return a.joined(b, [*low, *(i + count for i in low)]) + a.joined(b, [*high, *(i + count for i in high)])
 
 
-def spread(code: Code, scales: Val, count: int, lanes_each: int) -> Val:
-    """`count` neighbouring FP32 scales, each for `lanes_each` lanes; the last one for all lanes that are left."""
+def spread(code: Code, scales: Val, count: int) -> Val:
+    """`count` neighbouring FP32 scales, each for an equal share of the 16 lanes."""
     if count == 1:
         return code.load(F32, scales).splat()
-    stored = code.load(vector(F32, count), scales)
-    return stored.lanes([min(lane // lanes_each, count - 1) for lane in range(LANES)])
+    return code.load(vector(F32, count), scales).lanes([lane * count // LANES for lane in range(LANES)])

@@ -7,7 +7,7 @@ registers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,6 @@ LANES = 16
 F32X16 = ir.VectorType(F32, LANES)
 VOID = ir.VoidType()
 
-
-class _BFloatType(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-BF16 = _BFloatType()
 
 Number = int | float
 
@@ -47,6 +38,7 @@ class Val:
 
     @property
     def type(self) -> Any:
+        """llvmlite's type."""
         return self.raw.type
 
     def __add__(self, other: Val | Number) -> Val:
@@ -87,9 +79,11 @@ class Val:
         return self._compare(">", other)
 
     def equals(self, other: Val | Number) -> Val:
+        """Whether both are equal: an i1."""
         return self._compare("==", other)
 
     def is_nan(self) -> Val:
+        """Whether this float is NaN: an i1."""
         return self._new(self._builder.fcmp_unordered("uno", self.raw, self.raw))
 
     def select(self, if_true: Val, if_false: Val) -> Val:
@@ -97,12 +91,15 @@ class Val:
         return self._new(self._builder.select(self.raw, if_true.raw, if_false.raw))
 
     def sext(self, to: Any) -> Val:
+        """Integers in a wider type, the sign repeated."""
         return self._new(self._builder.sext(self.raw, to))
 
     def zext(self, to: Any) -> Val:
+        """Integers in a wider type, zeros in front."""
         return self._new(self._builder.zext(self.raw, to))
 
     def trunc(self, to: Any) -> Val:
+        """The low bits of integers."""
         return self._new(self._builder.trunc(self.raw, to))
 
     def as_bits(self, to: Any) -> Val:
@@ -119,19 +116,13 @@ class Val:
         undefined = ir.Constant(self.type, ir.Undefined)
         return self._new(self._builder.shuffle_vector(self.raw, undefined, mask))
 
-    def padded(self, lanes: int) -> Val:
-        """This vector's lanes, then zeros."""
-        count = self.type.count
-        zeros = ir.Constant(self.type, None)
-        mask = ir.Constant(vector(I32, lanes), [min(lane, count) for lane in range(lanes)])
-        return self._new(self._builder.shuffle_vector(self.raw, zeros, mask))
-
     def joined(self, other: Val, picked: list[int]) -> Val:
         """The lanes `picked` of this vector followed by another one."""
         mask = ir.Constant(vector(I32, len(picked)), picked)
         return self._new(self._builder.shuffle_vector(self.raw, other.raw, mask))
 
     def lane(self, index: int) -> Val:
+        """One lane of this vector."""
         return self._new(self._builder.extract_element(self.raw, ir.Constant(I32, index)))
 
     def replaced(self, index: int, value: Val) -> Val:
@@ -177,9 +168,11 @@ class Var:
         self._slot = slot
 
     def get(self) -> Val:
+        """The value now."""
         return Val(self._builder, self._builder.load(self._slot))
 
     def set(self, value: Val) -> None:
+        """Replace the value."""
         self._builder.store(value.raw, self._slot)
 
 
@@ -209,12 +202,15 @@ class Code:
         self._slots.branch(self._body)
 
     def i64(self, number: int) -> Val:
+        """A constant."""
         return Val(self._builder, ir.Constant(I64, number))
 
     def f32(self, number: float) -> Val:
+        """A constant."""
         return Val(self._builder, ir.Constant(F32, number))
 
     def zeros(self, kind: Any) -> Val:
+        """All bits 0."""
         return Val(self._builder, ir.Constant(kind, None))
 
     def var(self, start: Val) -> Var:
@@ -286,10 +282,11 @@ class Code:
         return vec.lane(0)
 
     def call(self, function: Any, *arguments: Val) -> None:
+        """Call a function that returns nothing."""
         self._builder.call(function, [argument.raw for argument in arguments])
 
     @contextmanager
-    def loop(self, start: Val, stop: Val, step: int = 1) -> Iterator[Val]:
+    def loop(self, start: Val, stop: Val, step: int = 1) -> Generator[Val]:
         """`for index in range(start, stop, step)`."""
         index = self.var(start)
         with self.while_(lambda: index.get() < stop):
@@ -297,7 +294,7 @@ class Code:
             index.set(index.get() + step)
 
     @contextmanager
-    def while_(self, condition: Any) -> Iterator[None]:
+    def while_(self, condition: Any) -> Generator[None]:
         """`while condition():`, with `condition` a function that builds an i1 value."""
         head, body, after = (self.function.append_basic_block(name) for name in ("head", "loop", "after"))
         self._builder.branch(head)
@@ -309,7 +306,7 @@ class Code:
         self._builder.position_at_end(after)
 
     @contextmanager
-    def if_(self, condition: Val) -> Iterator[None]:
+    def if_(self, condition: Val) -> Generator[None]:
         """`if condition:`."""
         with self._builder.if_then(condition.raw):
             yield

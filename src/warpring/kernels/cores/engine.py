@@ -43,7 +43,7 @@ def unusable_reason() -> str | None:
     try:
         llvm = _llvm()
     except ImportError as error:
-        return f"llvmlite is missing ({error}); install it with: pip install 'warpring[cores]'"
+        return f"llvmlite is missing ({error}); install it with: pip install 'warpring[cpu]'"
     machine = platform.machine().lower()
     if sys.byteorder != "little" or machine not in ("x86_64", "amd64", "aarch64", "arm64"):
         return f"there are no kernels for {machine}"
@@ -61,6 +61,12 @@ def compiler_version() -> str:
     return (
         f"llvmlite {importlib.import_module('llvmlite').__version__}, LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
     )
+
+
+def processor() -> str:
+    """The processor that kernels are compiled for, and the widest instructions that they use."""
+    llvm = _llvm()
+    return f"{llvm.get_host_cpu_name()} ({'AVX-512' if llvm.get_host_cpu_features().get('avx512f') else 'no AVX-512'})"
 
 
 @cache

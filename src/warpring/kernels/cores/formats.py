@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
 E4M3_NAN = 0x7F
@@ -13,6 +14,16 @@ E4M3_VALUES = (
 )
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
+
+
+def fp32_bits_of(values: tuple[float, ...]) -> list[int]:
+    """The bits of FP32 numbers, as signed integers."""
+    return list(struct.unpack(f"<{len(values)}i", struct.pack(f"<{len(values)}f", *values)))
+
+
+def bf16_bits_of(values: tuple[float, ...]) -> list[int]:
+    """The bits of numbers that BF16 holds exactly."""
+    return [bits >> 16 for bits in fp32_bits_of(values)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ that want the expert. Who takes which block changes no bit: a dot product is 16 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,11 @@ from typing import Any
 from llvmlite import ir
 
 from warpring.kernels.cores.arguments import FIELDS, PADDING, ROWS
+from warpring.kernels.cores.avx512 import dots_for
 from warpring.kernels.cores.dots import Dots
 from warpring.kernels.cores.elementwise import activation, bf16_bits, scale_values
 from warpring.kernels.cores.emit import F32, F32X16, I16, I32, I64, LANES, Code, Val, vector
 from warpring.kernels.cores.formats import STORED
-from warpring.kernels.cores.pairs import FEATURES, PairDots
 from warpring.kernels.cores.wide import WideDots
 
 
@@ -36,8 +36,7 @@ def build(format: str, gate_fn: str, features: frozenset[str]) -> Any:
         features: LLVM's names of the processor's features.
     """
     stored = STORED[format]
-    pairs = stored.codes != "bf16" and features.issuperset(FEATURES)
-    dots = PairDots(stored) if pairs else WideDots(stored)
+    dots = (dots_for(stored.codes, features) or WideDots)(stored)
     module = ir.Module(f"warpring_{format}_{gate_fn}")
     functions = {count: dots.build(module, count) for count in dots.passes}
     _plan(module, dots)
@@ -57,14 +56,17 @@ class Arguments:
         return self._code.load(I64, self.address(name))
 
     def address(self, name: str) -> Val:
+        """Where a field lies."""
         return self._base + 8 * FIELDS.index(name)
 
     def float(self, name: str) -> Val:
+        """A field that holds an FP32 number."""
         return self._code.load(F32, self.address(name))
 
-    def arranged_bytes(self, dots: Dots, cols: Val) -> Val:
-        """Bytes of a vector of `cols` activations, padded."""
-        return ((cols + (PADDING - 1)) & -PADDING) * (dots.x_bits // 8)
+
+def arranged_bytes(cols: Val) -> Val:
+    """Bytes of a vector of `cols` activations, padded."""
+    return ((cols + (PADDING - 1)) & -PADDING) * 4
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _scale_scratch(code: Code, dots: Dots, cols: Val) -> Val:
 
 
 @contextmanager
-def _blocks(code: Code, counter: Val, count: Val) -> Iterator[Val]:
+def _blocks(code: Code, counter: Val, count: Val) -> Generator[Val]:
     """Take blocks of work, shared with all other threads, until none is left."""
     block = code.var(code.fetch_add(counter, 1))
     with code.while_(lambda: block.get() < count):
@@ -222,17 +224,17 @@ def _plan(module: Any, dots: Dots) -> None:
             num_active.set(n + 1)
     code.store(position.get(), args.first + num_active.get() * 8)
     code.store(num_active.get(), args.address("num_active"))
-    act_bytes = args.arranged_bytes(dots, args.intermediate)
+    act_bytes = arranged_bytes(args.intermediate)
     with _used_slots(code, args) as (token, slot, at):
         pair = code.load(I64, at)
         code.store(pair + 1, at)
         code.store(token, args.pair_token + pair * 8)
         code.store(code.load(F32, args.weights + token * args.weights_stride + slot * 4), args.pair_weight + pair * 4)
-        _zero_padding(code, dots, args.act + (pair + 1) * act_bytes)
-    x_bytes = args.arranged_bytes(dots, args.hidden)
+        _zero_padding(code, args.act + (pair + 1) * act_bytes)
+    x_bytes = arranged_bytes(args.hidden)
     with code.loop(zero, args.num_tokens) as token:
         to = args.arranged_x + token * x_bytes
-        _zero_padding(code, dots, to + x_bytes)
+        _zero_padding(code, to + x_bytes)
         with code.loop(zero, args.hidden) as col:
             bits = code.load(I16, args.x + token * args.x_stride + col * 2)
             _store_activation(code, dots, bits, to, col)
@@ -240,7 +242,7 @@ def _plan(module: Any, dots: Dots) -> None:
 
 
 @contextmanager
-def _used_slots(code: Code, args: Arguments) -> Iterator[tuple[Val, Val, Val]]:
+def _used_slots(code: Code, args: Arguments) -> Generator[tuple[Val, Val, Val]]:
     """(token, slot, address of its expert's cursor) of all slots that name an expert."""
     zero = code.i64(0)
     with code.loop(zero, args.num_tokens) as token, code.loop(zero, args.topk) as slot:
@@ -250,24 +252,23 @@ def _used_slots(code: Code, args: Arguments) -> Iterator[tuple[Val, Val, Val]]:
             yield token, slot, args.cursor + e * 8
 
 
-def _zero_padding(code: Code, dots: Dots, end: Val) -> None:
+def _zero_padding(code: Code, end: Val) -> None:
     """Zero the last `PADDING` activations of a vector that ends at `end`."""
-    size = PADDING * dots.x_bits // 8
+    size = 4 * PADDING
     for offset in range(0, size, 4 * LANES):
         code.store(code.zeros(F32X16), end + (offset - size))
 
 
 def _store_activation(code: Code, dots: Dots, bf16: Val, base: Val, col: Val) -> None:
     """Put column `col`, given as the bits of a BF16 number, into the vector at `base`."""
-    value = bf16 if dots.x_bits == 16 else bf16.zext(I32) << 16
-    code.store(value, base + dots.spot(col) * (dots.x_bits // 8))
+    code.store(bf16.zext(I32) << 16, base + dots.spot(col) * 4)
 
 
 def _gate_up(module: Any, dots: Dots, functions: dict[int, Any], gate_fn: str) -> None:
     code = Code(module, "gate_up", [I64])
     args = Arguments(code)
     hidden, intermediate = args.hidden, args.intermediate
-    x_bytes, act_bytes = (args.arranged_bytes(dots, cols) for cols in (hidden, intermediate))
+    x_bytes, act_bytes = (arranged_bytes(cols) for cols in (hidden, intermediate))
     blocks_per_expert = intermediate // ROWS
     products = _products(code, dots)
     scratch = [_scale_scratch(code, dots, hidden) for _ in (0, 1)]
@@ -276,9 +277,7 @@ def _gate_up(module: Any, dots: Dots, functions: dict[int, Any], gate_fn: str) -
         expert = code.load(I64, args.active + active * 8)
         first, last = (code.load(I64, args.first + (active + i) * 8) for i in (0, 1))
         w13 = args.w13, args.w13_scale, args.w13_global
-        halves = [
-            Matrix(code, dots, *w13, expert * 2 + half, intermediate, hidden, scratch[half]) for half in (0, 1)
-        ]
+        halves = [Matrix(code, dots, *w13, expert * 2 + half, intermediate, hidden, scratch[half]) for half in (0, 1)]
         for matrix in halves:
             matrix.decode_scales(start)
         group = dots.rows // 2
@@ -308,7 +307,7 @@ def _down(module: Any, dots: Dots, functions: dict[int, Any]) -> None:
     code = Code(module, "down", [I64])
     args = Arguments(code)
     hidden, intermediate = args.hidden, args.intermediate
-    act_bytes = args.arranged_bytes(dots, intermediate)
+    act_bytes = arranged_bytes(intermediate)
     zero = code.i64(0)
     products = _products(code, dots)
     scratch = _scale_scratch(code, dots, intermediate)

@@ -1,4 +1,4 @@
-"""Run a compiled function on all cores: on the OpenMP threads of torch itself, so that no second pool fights for them."""
+"""Run a compiled function on all cores: on torch's own OpenMP threads, so that no second pool fights for them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A code moves to the exponent and mantissa bits of an FP16 number, which is then widened: exact for subnormal codes too,
 and whatever the processor's flush-to-zero mode. The number comes out smaller than the value by `unit`. E4M3 has a NaN
-code that FP16 reads as a number: the largest code of a row is tracked, and a NaN among them makes the row's dot products
-NaN.
+code that FP16 reads as a number: the largest code of a row is tracked, and a NaN among them makes the row's dot
+products NaN.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _LOW, _HIGH = list(range(LANES)), list(range(LANES, 2 * LANES))
 
 
 class WideDots(Dots):
+    """Steps of 32 columns, two vectors of 16."""
+
     columns = STEP
-    x_bits = 32
     rows = 4
     passes = (2, 1)
 
@@ -42,7 +43,7 @@ class WideDots(Dots):
     def open_loop(self, code: Code) -> Any:
         return None
 
-    def step(self, code: Code, shared: Any, row: Row, at: Val, scale: Val | None, xs: list[Val], columns: int) -> None:
+    def step(self, code: Code, shared: Any, row: Row, at: Val, scale: Val | None, xs: list[Val]) -> None:
         low, high = self._decode(code, row, at)
         for total, x in zip(row.sums, xs, strict=True):
             x_low, x_high = (code.load(F32X16, x + 4 * LANES * half) for half in (0, 1))
@@ -51,11 +52,11 @@ class WideDots(Dots):
             else:
                 total.set(code.fma(code.fma(high, x_high, low * x_low), scale, total.get()))
 
-    def step_scale(self, code: Code, scales: Val, step: Val, columns: int) -> Val:
+    def step_scale(self, code: Code, scales: Val, step: Val) -> Val:
         block = self.stored.scale_block[1]
         if block < STEP:
-            return spread(code, scales + step * 8, 2, LANES // 2)
-        return spread(code, scales + (step // (block // STEP)) * 4, 1, LANES)
+            return spread(code, scales + step * 8, 2)
+        return spread(code, scales + (step // (block // STEP)) * 4, 1)
 
     def finish(self, code: Code, rows: list[Row], totals: Val) -> Val:
         for index, row in enumerate(rows):
@@ -89,4 +90,3 @@ def _shifted(bf16: Val) -> Val:
 
 def _halves(bits: Val) -> Val:
     return bits.as_bits(vector(F16, LANES)).widen(F32X16)
-
