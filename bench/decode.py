@@ -22,7 +22,7 @@ from warpring.bench.inputs import read_load
 from warpring.bench.layer import LayerBench
 from warpring.bench.records import append
 from warpring.bench.shapes import parse_shape
-from warpring.bench.tables import BATCHES, DECODE_FORMATS, DECODE_MODEL
+from warpring.bench.tables import BATCHES, DECODE_FORMATS, DECODE_MODEL, DECODE_PATHS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "decode.jsonl"
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--models", type=words, default=[DECODE_MODEL], help="names or sizes like h2048xi768xe128xk8")
     parser.add_argument("--formats", type=words, default=list(DECODE_FORMATS), help="in the order of measuring")
     parser.add_argument("--batches", type=words, default=[str(batch) for batch in BATCHES])
-    parser.add_argument("--paths", type=words, default=["warp", "classical"])
+    parser.add_argument("--paths", type=words, default=list(DECODE_PATHS))
     parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf", "recorded"))
     parser.add_argument("--load", type=Path, default=LOAD, help="the experts' load for --routing recorded")
     parser.add_argument("--repeats", type=int, default=30)

@@ -269,7 +269,7 @@ def test_weights_of_another_float_type_are_converted(place: Place) -> None:
         (lambda a: a | {"topk_idx": a["topk_idx"].to_sparse()}, r"topk_idx must be a strided tensor"),
         (lambda a: a | {"topk_weights": a["topk_weights"].to_sparse()}, r"topk_weights must be a strided tensor"),
         (lambda a: a | {"x": a["x"].to("meta")}, r"x must be a strided tensor that holds data; got .* on meta"),
-        (lambda a: a | {"path": "fast"}, r"path must be one of auto, warp, tile, cores, classical, reference; got 'fast'"),
+        (lambda a: a | {"path": "fast"}, r"path must be one of auto, warp, tile, cores, .*; got 'fast'"),
     ],
 )
 def test_broken_rule_is_named(change, message: str) -> None:

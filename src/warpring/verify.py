@@ -25,11 +25,12 @@ from warpring.decode import moe_decode
 from warpring.errors import ArgumentError
 from warpring.experts import Experts
 from warpring.formats import FORMATS, get_format
+from warpring.layout import pack_experts
 from warpring.reference import moe_exact
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 #: Bounds on warp decode, on a GPU and on CPU cores, and on the reference; the classical path has none.
-BOUNDED_PATHS = ("warp", "cores", "reference")
+BOUNDED_PATHS = ("warp", "tile", "cores", "reference")
 MIN_COSINE = 0.999996
 MAX_ABS_DIFF = 2.0**-9
 MAX_RMS_REL_ERROR = 2.0**-8
@@ -88,13 +89,11 @@ class LayerInputs:
     topk_weights: torch.Tensor
 
     def quantized(self, format: str) -> Experts:
-        """The experts in another format."""
         """The experts in `format`, quantised anew from bf16."""
         fmt = get_format(format)
         return replace(self.dense, w13=fmt.quantize(self.dense.w13.data), w2=fmt.quantize(self.dense.w2.data))
 
     def to(self, device: torch.device | str) -> LayerInputs:
-        """The same on another device."""
         """The same layer and batch on another device."""
         return LayerInputs(
             self.dense.to(device), self.x.to(device), self.topk_idx.to(device), self.topk_weights.to(device)
@@ -110,7 +109,6 @@ class Inputs:
     layers: tuple[LayerInputs, ...]
 
     def to(self, device: torch.device | str) -> Inputs:
-        """The same on another device."""
         """The same layers on another device."""
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
@@ -294,7 +292,13 @@ def _run(
 ) -> tuple[Accuracy, ...]:
     """Accuracy of one path over all layers against each yardstick (one exact output a layer)."""
     outputs = [
-        moe_decode(layer.x[:batch], stored, layer.topk_idx[:batch], layer.topk_weights[:batch], path=path)
+        moe_decode(
+            layer.x[:batch],
+            pack_experts(stored) if path == "tile" else stored,
+            layer.topk_idx[:batch],
+            layer.topk_weights[:batch],
+            path=path,
+        )
         for layer, stored in zip(layers, experts, strict=True)
     ]
     return tuple(

@@ -67,12 +67,14 @@ def test_point_without_a_record_reads_not_measured(name: str) -> None:
 
 
 def test_overview_has_a_row_a_batch_and_its_figures() -> None:
-    table = TABLES["decode"]([decode(), decode("classical", p50_us=30.04), decode(num_tokens=64, p50_us=123.0)])
+    table = TABLES["decode"](
+        [decode(), decode("tile", p50_us=12.0), decode("classical", p50_us=30.04), decode(num_tokens=64, p50_us=123.0)]
+    )
     found = {row[0]: row[1:] for row in rows(table)}
     assert list(found) == [str(batch) for batch in BATCHES]
-    assert found["1"][:2] == ["10.0 (89 %)", "30.0"]
+    assert found["1"][:3] == ["10.0 (89 %)", "12.0 (89 %)", "30.0"]
     assert found["64"][:2] == ["123.0 (89 %)", NOT_MEASURED]
-    assert found["1"][2:] == [NOT_MEASURED] * 4
+    assert found["1"][3:] == [NOT_MEASURED] * 6
     assert "GPU X, driver 1.2, CUDA 13.0" in table
     assert "read peak 4.50 TB/s; 2026-05-01; commit abc." in table
 

@@ -91,4 +91,4 @@ def test_paths_follow_the_device_unless_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert main([*TINY, "--device", "cuda"]) == 0
     assert main([*TINY, "--device", "cuda", "--path", "auto"]) == 0
-    assert asked == [("cores", "classical"), ("warp", "classical"), ("auto",)]
+    assert asked == [("cores", "classical"), ("warp", "tile", "classical"), ("auto",)]

@@ -21,6 +21,7 @@ from warpring.classical import prepare
 from warpring.decode import moe_decode
 from warpring.errors import ArgumentError, WarpringError
 from warpring.experts import Experts
+from warpring.layout import PackedExperts, pack_experts
 from warpring.reference import moe_exact
 
 #: A replay touches at least this many times the cache, so that no layer finds its weights there.
@@ -31,6 +32,18 @@ LAYERS = {"cuda": (16, 256), "cpu": (2, 4)}
 MEMORY_SHARE = 0.7
 #: A timed path whose output has a lower cosine with the exact one is broken, and its time means nothing.
 LEAST_COSINE = 0.99
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """One layer's weights, as the paths take them."""
+
+    experts: Experts
+    packed: PackedExperts | None
+
+    def of(self, path: str) -> Experts | PackedExperts:
+        """What `moe_decode` gets for that path."""
+        return self.packed if path == "tile" and self.packed is not None else self.experts
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ class LayerBench:
             )
         on_stage("read peak")
         peak_gbs = read_peak_gbs(self.device)
-        sets: list[Experts] = []
+        sets: list[WeightSet] = []
         reserve = (1 - MEMORY_SHARE) * free_bytes(self.device)
         for num_tokens in batches:
             layers = self._layers(num_tokens)
@@ -104,11 +117,13 @@ class LayerBench:
             count += 1
         return [routing.to(self.device) for routing in routings[:count]]
 
-    def _grow(self, sets: list[Experts], wanted: int, paths: Sequence[str], reserve: float) -> None:
+    def _grow(self, sets: list[WeightSet], wanted: int, paths: Sequence[str], reserve: float) -> None:
         """Add weight sets until there are `wanted`, or less than `reserve` bytes would stay free."""
         set_bytes = self.shape.num_experts * one_expert(self.shape, self.format).nbytes
         if "classical" in paths and self.format != "bf16":
             set_bytes += self.shape.num_experts * one_expert(self.shape, "bf16").nbytes
+        if "tile" in paths:
+            set_bytes += self.shape.num_experts * one_expert(self.shape, self.format).nbytes
         while len(sets) < wanted:
             free = free_bytes(self.device)
             if free - set_bytes < reserve:
@@ -121,10 +136,10 @@ class LayerBench:
             experts = random_experts(self.shape, self.format, self.device, seed=self.seed + len(sets))
             if "classical" in paths:
                 prepare(experts)
-            sets.append(experts)
+            sets.append(WeightSet(experts, pack_experts(experts) if "tile" in paths else None))
 
     def _measure(
-        self, num_tokens: int, layers: list[Routing], sets: list[Experts], paths: Sequence[str], peak_gbs: float
+        self, num_tokens: int, layers: list[Routing], sets: list[WeightSet], paths: Sequence[str], peak_gbs: float
     ) -> list[Record]:
         generator = torch.Generator().manual_seed(self.seed)
         size = (len(layers), num_tokens, self.shape.hidden)
@@ -133,14 +148,14 @@ class LayerBench:
         chosen = [sets[i % len(sets)] for i in range(len(layers))]
         variants: dict[str, list[Call]] = {
             path: [
-                partial(moe_decode, x[i], chosen[i], r.topk_idx, r.topk_weights, out=out[i], path=path)
+                partial(moe_decode, x[i], chosen[i].of(path), r.topk_idx, r.topk_weights, out=out[i], path=path)
                 for i, r in enumerate(layers)
             ]
             for path in paths
         }
         self._check(variants, x, out, chosen, layers)
         measured = measure(variants, self.device, self.repeats)
-        traffic = [count_traffic(experts, r.topk_idx) for experts, r in zip(chosen, layers, strict=True)]
+        traffic = [count_traffic(weights.experts, r.topk_idx) for weights, r in zip(chosen, layers, strict=True)]
         note = f"{len(layers)} layers a replay, {min(len(sets), len(layers))} weight sets"
         if sum(t.unique_bytes for t in traffic) < CACHE_MULTIPLE * cache_bytes(self.device):
             note += "; all of them fit in the cache"
@@ -151,10 +166,10 @@ class LayerBench:
         variants: dict[str, list[Call]],
         x: torch.Tensor,
         out: torch.Tensor,
-        chosen: list[Experts],
+        chosen: list[WeightSet],
         layers: list[Routing],
     ) -> None:
-        exact = moe_exact(x[0], chosen[0], layers[0].topk_idx, layers[0].topk_weights, torch.float32)
+        exact = moe_exact(x[0], chosen[0].experts, layers[0].topk_idx, layers[0].topk_weights, torch.float32)
         for path, calls in variants.items():
             out.fill_(math.nan)
             calls[0]()

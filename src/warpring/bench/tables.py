@@ -22,6 +22,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 #: What the decode tables show.
 DECODE_MODEL = "qwen3-30b-a3b"
 DECODE_FORMATS = ("mxfp8", "bf16", "mxfp4")
+DECODE_PATHS = ("warp", "tile", "classical")
 NOT_MEASURED = "not measured"
 #: What does not apply.
 DASH = "-"
@@ -82,7 +83,7 @@ def decode_records(records: Sequence[Record], formats: Sequence[str]) -> dict[tu
 
 
 def decode_overview(records: Sequence[Record]) -> str:
-    """Microseconds a layer: a row a batch, warp (with its share of the peak) and classical for each format."""
+    """Microseconds a layer: a row a batch, our paths (with their share of the peak) and classical."""
     found = decode_records(records, DECODE_FORMATS)
     used: list[Record] = []
 
@@ -91,12 +92,12 @@ def decode_overview(records: Sequence[Record]) -> str:
         if rec is None:
             return NOT_MEASURED
         used.append(rec)
-        share = f" ({100 * rec['fraction_of_peak']:.0f} %)" if path == "warp" and "fraction_of_peak" in rec else ""
+        share = f" ({100 * rec['fraction_of_peak']:.0f} %)" if path != "classical" and "fraction_of_peak" in rec else ""
         return f"{rec['p50_us']:.1f}{share}"
 
-    header = ["tokens", *(f"{format} {path}" for format in DECODE_FORMATS for path in ("warp", "classical"))]
+    header = ["tokens", *(f"{format} {path}" for format in DECODE_FORMATS for path in DECODE_PATHS)]
     rows = [
-        [str(batch), *(cell(format, path, batch) for format in DECODE_FORMATS for path in ("warp", "classical"))]
+        [str(batch), *(cell(format, path, batch) for format in DECODE_FORMATS for path in DECODE_PATHS)]
         for batch in BATCHES
     ]
     return markdown(header, rows) + provenance(used)
@@ -109,7 +110,7 @@ def decode_detail(format: str) -> Callable[[Sequence[Record]], str]:
         found = decode_records(records, (format,))
         rows: list[list[str]] = []
         for batch in BATCHES:
-            for path in ("warp", "classical"):
+            for path in DECODE_PATHS:
                 rec = found.get((format, path, batch))
                 rows.append([str(batch), path, *(_detail_cells(rec) if rec else [NOT_MEASURED] + [DASH] * 6)])
         header = (
@@ -123,7 +124,7 @@ def decode_detail(format: str) -> Callable[[Sequence[Record]], str]:
             "floor µs",
             "launches",
         )
-        used = [rec for (_, path, _), rec in found.items() if path in ("warp", "classical")]
+        used = [rec for (_, path, _), rec in found.items() if path in DECODE_PATHS]
         return markdown(header, rows) + provenance(used)
 
     return table

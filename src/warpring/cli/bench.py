@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--path",
         metavar="PATH,...",
-        help="paths to compare: reference, classical, cores, warp, auto (default: warp,classical on a GPU, "
+        help="paths to compare: reference, classical, cores, warp, tile, auto (default: warp,tile,classical on a GPU, "
         "cores,classical on a CPU)",
     )
     parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf", "recorded"), help="default uniform")
@@ -139,7 +139,7 @@ def plan(args: argparse.Namespace) -> tuple[list[LayerBench], list[int], list[st
 
     device = choose_device(args.device)
     shape = parse_shape(args.shape or args.model or "qwen3-30b-a3b")
-    paths = args.path or ("warp,classical" if device.type == "cuda" else "cores,classical")
+    paths = args.path or ("warp,tile,classical" if device.type == "cuda" else "cores,classical")
     load = None if args.load is None else read_load(args.load)
     if (args.routing == "recorded") != (load is not None):
         raise ArgumentError("bench: --routing recorded and --load FILE go together; give both or neither.")

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     device = choose_device(args.device)
     batches = parse_batches(args.batches)
     formats = parse_list("--format", args.format, tuple(FORMATS)) if args.format else list(FORMATS)
-    default = "warp,classical" if device.type == "cuda" else "reference,classical"
+    default = "warp,tile,classical" if device.type == "cuda" else "reference,classical"
     paths = parse_list("--path", args.path or default, tuple(path for path in PATHS if path != "auto"))
     console = Console()
     results: list[Result] = []
