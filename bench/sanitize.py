@@ -79,8 +79,8 @@ def main() -> int:
         if tool == "racecheck":
             command += ["--kernel-name", "kernel_substring=moe_"]
         inside = [sys.executable, __file__, "--inside"]
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run([*command, *inside], env=environment, capture_output=True, text=True)
+        variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        done = subprocess.run([*command, *inside], env=variables, capture_output=True, text=True)
         worst = max(worst, done.returncode)
         lines += [f"$ {' '.join(['compute-sanitizer', *command[1:], 'python bench/sanitize.py --inside'])}"]
         lines += [*(done.stdout + done.stderr).splitlines()[-20:], f"exit code {done.returncode}"]
