@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +61,17 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(capsys: pytest.CaptureFixtu
     assert captured.out.startswith(prompt)
     assert len(captured.out) > len(prompt) + 1
     table = captured.err
-    for words in ("5 written at", "tokens/s", "mxfp8", "warp decode" if GPU else "decode on CPU cores", "classical", "relative error", "FP64"):
+    for words in (
+        "5 written at",
+        "tokens/s",
+        "mxfp8",
+        "warp decode" if GPU else "decode on CPU cores",
+        "classical",
+        "relative error",
+        "FP64",
+    ):
         assert words in table
-    decode = next(line for line in table.splitlines() if line.startswith("warp decode"))
+    decode = next(line for line in table.splitlines() if line.startswith(("warp decode", "decode on CPU")))
     calls, tokens, cosine, error = decode.split()[-4:]
     assert (int(calls), int(tokens)) == (4 * 4, 1)
     assert 0.9999 < float(cosine) <= 1
@@ -316,6 +325,13 @@ def test_weights_that_transformers_would_make_up_are_refused(
 
 def test_prompt_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prompt must be valid text" in refusal(capsys, str(MODEL), "--prompt", "a\udcff")
+
+
+def test_missing_transformers_is_named_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    assert "Install warpring[transformers]" in refusal(capsys, str(MODEL))
 
 
 def test_missing_tokenizer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

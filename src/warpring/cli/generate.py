@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from warpring.cli import seed
 from warpring.cli.quantize import FORMAT_NAMES
+from warpring.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace, _SubParsersAction  # pyright: ignore[reportPrivateUsage]
@@ -109,9 +110,16 @@ def _load(args: Namespace, console: Console) -> Loaded:
 
     with console.status("starting torch and transformers"):
         import torch
-        from transformers.utils import logging
 
-        from warpring.generation import load
+        # generation needs transformers, an optional dependency.
+        try:
+            from transformers.utils import logging
+
+            from warpring.generation import load
+        except ImportError as error:
+            raise UnsupportedError(
+                f"generate: running a model needs transformers ({error}). Install warpring[transformers]."
+            ) from error
     logging.set_verbosity_error()  # what it would warn of is an error of ours
     if not console.is_terminal:
         logging.disable_progress_bar()  # of reading the weights
