@@ -15,6 +15,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from warpring.errors import CompileError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+#: Held while cuda.core is imported: two threads that import it at once find a half-made module.
+IMPORT_LOCK = threading.Lock()
 
 KERNEL_DIR = Path(__file__).parent.parent / "kernels"
 _SCHEMA = b"warpring-cubin-1\n"
@@ -132,7 +136,8 @@ def _key(spec: KernelSpec, arch: str) -> str:
 
 def _compile(spec: KernelSpec, arch: str) -> Cubin:
     compiler_version()  # names the missing package before cuda.core's own ImportError would
-    from cuda.core import Program, ProgramOptions
+    with IMPORT_LOCK:
+        from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
     options = ProgramOptions(

@@ -10,7 +10,7 @@ import torch
 
 from warpring.errors import UnsupportedError, WarpringError
 from warpring.runtime.device import arch_of
-from warpring.runtime.jit import KernelSpec, compile_kernel
+from warpring.runtime.jit import IMPORT_LOCK, KernelSpec, compile_kernel
 
 _loaded: dict[tuple[KernelSpec, int], Any] = {}
 
@@ -29,7 +29,8 @@ def load(spec: KernelSpec, device_index: int) -> Any:
             "warpring.precompile(experts, topk=...) or run the layer once before the capture."
         )
     cubin = compile_kernel(spec, arch_of(device_index))
-    from cuda.core import Device, ObjectCode
+    with IMPORT_LOCK:
+        from cuda.core import Device, ObjectCode
 
     with torch.cuda.device(device_index):
         torch.cuda.current_stream()  # torch's primary context, the one the kernel will run in
