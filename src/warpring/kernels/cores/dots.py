@@ -17,8 +17,8 @@ from warpring.kernels.cores.formats import StoredFormat
 
 #: Sizes of a layer are multiples of this many columns.
 SMALLEST = 32
-#: Bytes ahead at which a row's codes are brought into the nearest cache.
-NEAR = 512
+#: Bytes ahead at which a row's codes are brought into the nearest cache, from the further one that they are in.
+NEAR = 1024
 
 
 class Dots(ABC):
@@ -94,8 +94,8 @@ class Dots(ABC):
             xs = [x + step * (4 * self.columns) for x in vectors]
             for row, start, scale in zip(rows, starts, scale_starts, strict=True):
                 at = start + step * self.step_bytes
-                code.prefetch(at + ahead)
-                code.prefetch(at + NEAR)
+                code.prefetch(at + ahead, near=False)
+                code.prefetch(at + NEAR, near=True)
                 lanes = self.step_scale(code, scale, step) if self.stored.scales_columns else None
                 self.step(code, shared, row, at, lanes, xs)
         if self.columns > SMALLEST:

@@ -240,10 +240,10 @@ class Code:
         pointer, ordering = self._pointer(I64, address), "monotonic"
         return Val(self._builder, self._builder.atomic_rmw("add", pointer, ir.Constant(I64, amount), ordering))
 
-    def prefetch(self, address: Val) -> None:
-        """Ask for the cache line at an address, which need not exist."""
+    def prefetch(self, address: Val, *, near: bool) -> None:
+        """Ask for the cache line at an address, which need not exist: into the nearest cache, or a further one."""
         signature = ir.FunctionType(VOID, [ir.PointerType(I8), I32, I32, I32])
-        read, keep, data = (ir.Constant(I32, number) for number in (0, 3, 1))
+        read, keep, data = (ir.Constant(I32, number) for number in (0, 3 if near else 1, 1))
         self._builder.call(
             self._intrinsic("llvm.prefetch.p0", signature), [self._pointer(I8, address), read, keep, data]
         )
