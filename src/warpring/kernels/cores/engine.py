@@ -79,26 +79,39 @@ def load_layer(format: str, gate_fn: str) -> Layer:
     """
     if (reason := unusable_reason()) is not None:
         raise UnsupportedError(f"path 'cores': {reason}. Use path 'reference'.")
+    return link(machine_code(format, gate_fn), f"warpring_{format}_{gate_fn}")
+
+
+def machine_code(format: str, gate_fn: str) -> bytes:
+    """Object code for this processor, from the disk or compiled now."""
     path = cache_dir() / f"cores-{format}-{gate_fn}-{_key(format, gate_fn)[:32]}.o"
-    machine_code = _read(path)
-    if machine_code is None:
-        machine_code = compile_layer(format, gate_fn)
-        _write(path, machine_code)
-    name = f"warpring_{format}_{gate_fn}"
-    builder = _llvm().JITLibraryBuilder().add_object_img(machine_code)
+    code = _read(path)
+    if code is None:
+        code = compile_layer(format, gate_fn)
+        _write(path, code)
+    return code
+
+
+def link(code: bytes, name: str) -> Layer:
+    """Load object code, under a name that no other has."""
+    builder = _llvm().JITLibraryBuilder().add_object_img(code)
     for function in FUNCTIONS:
         builder.export_symbol(function)
     try:
         library = builder.link(_jit(), name)
     except RuntimeError as error:
-        raise CompileError(f"path 'cores': {path} does not load: {error}. Delete it and try again.") from error
+        raise CompileError(f"path 'cores': {name} does not load: {error}. Empty {cache_dir()}.") from error
     _libraries.append(library)
     return Layer(*(library[function] for function in FUNCTIONS))
 
 
+def features() -> frozenset[str]:
+    """LLVM's names of this processor's features."""
+    return frozenset(name for name, there in _llvm().get_host_cpu_features().items() if there)
+
+
 def compile_layer(format: str, gate_fn: str, *, assembly: bool = False) -> Any:
     """Object code for this processor (bytes), or its assembly (str)."""
-    features = frozenset(name for name, there in _llvm().get_host_cpu_features().items() if there)
     from warpring.kernels.cores.layer import build
 
     llvm = _llvm()
@@ -108,7 +121,7 @@ def compile_layer(format: str, gate_fn: str, *, assembly: bool = False) -> Any:
     start = time.perf_counter()
     machine = _target_machine()
     try:
-        module = llvm.parse_assembly(str(build(format, gate_fn, features)))
+        module = llvm.parse_assembly(str(build(format, gate_fn, features())))
         module.verify()
         builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
         builder.getModulePassManager().run(module, builder)
