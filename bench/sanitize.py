@@ -38,7 +38,9 @@ def run_layers() -> None:
         x = normal(num_tokens, hidden).bfloat16()
         weights, idx = normal(num_tokens, num_experts).softmax(-1).topk(topk)
         weights = weights.contiguous()
-        idx[0, 0], idx[-1, -1] = -1, num_experts  # an unused slot and a foreign id: both are skipped
+        idx[0, 0] = -1  # an unused slot
+        if num_tokens > 1:
+            idx[-1, -1] = num_experts  # a foreign id is skipped likewise
         exact_idx = torch.where(idx >= num_experts, -1, idx)
         for format in FORMATS:
             experts = Experts.from_dense(
