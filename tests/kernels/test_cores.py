@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,12 @@ _names = itertools.count()
 
 
 @pytest.fixture(params=["this processor", "any processor"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Kernels as this processor gets them, and those that use none of its special instructions."""
     if request.param == "any processor":
         monkeypatch.setattr(engine, "features", lambda: frozenset())
         monkeypatch.setattr(cores, "load_layer", _load_generic)
-    yield request.param
+    return request.param
 
 
 _generic: dict[tuple[str, str], engine.Layer] = {}
