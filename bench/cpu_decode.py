@@ -23,11 +23,14 @@ import torch.nn.functional as F
 
 from warpring import Experts, moe_decode
 from warpring.bench.inputs import count_traffic, make_routing, random_experts
-from warpring.bench.records import FORMATS, append, record
+from warpring.bench.plots import plot_decode
+from warpring.bench.records import FORMATS, Record, append, load, record
 from warpring.bench.shapes import LayerShape, parse_shape
 from warpring.bench.timing import percentiles
 
 RESULTS = Path(__file__).parent / "results" / "decode_cpu.jsonl"
+PLOTS = Path(__file__).parents[1] / "docs" / "img"
+PLOTTED = ("bf16", "mxfp8", "mxfp4")
 PROBE_BYTES = 256 << 20
 #: batched_mm copies every slot's weights: left out where that would take more than this.
 MOST_COPIED_BYTES = 1 << 30
@@ -140,6 +143,7 @@ def main() -> None:
     parser.add_argument("--formats", default="bf16,mxfp8,mxfp4,nvfp4,fp8_block,fp8_channel")
     parser.add_argument("--batches", default="1,2,4,8,16")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plot", action="store_true", help="draw docs/img/decode-cpu-MODEL.svg from all records")
     args = parser.parse_args()
     formats = args.formats.split(",")
     if not set(formats) <= set(FORMATS):
@@ -149,6 +153,14 @@ def main() -> None:
         layers = {format: random_experts(shape, format, "cpu", seed=0) for format in {"bf16", *formats}}
         for batch in args.batches.split(","):
             measure(shape, formats, int(batch), args.rounds, layers)
+        if args.plot:
+            target = PLOTS / f"decode-cpu-{shape.name}.svg"
+            plot_decode([rec for rec in load(RESULTS) if rec["model"] == shape.name and is_plotted(rec)], target)
+            print(f"plot: {target}")
+
+
+def is_plotted(rec: Record) -> bool:
+    return rec["format"] in PLOTTED and rec["impl"] in ("warpring", "torch_grouped_mm")
 
 
 if __name__ == "__main__":

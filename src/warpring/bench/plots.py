@@ -13,7 +13,14 @@ from warpring.errors import ArgumentError, UnsupportedError
 
 SUFFIXES = (".png", ".svg", ".pdf")
 #: A colour a path, from a palette that colour-blind readers can tell apart; further paths take grey.
-COLOURS = {"warp": "#0072b2", "tile": "#e69f00", "classical": "#d55e00", "reference": "#009e73", "auto": "#cc79a7"}
+COLOURS = {
+    "warp": "#0072b2",
+    "tile": "#e69f00",
+    "classical": "#d55e00",
+    "reference": "#009e73",
+    "cores": "#0072b2",
+    "auto": "#cc79a7",
+}
 MARKERS = {"mxfp8": "o", "bf16": "s", "mxfp4": "^", "fp8_block": "D", "fp8_channel": "v", "nvfp4": "P"}
 
 
