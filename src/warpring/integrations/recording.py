@@ -81,10 +81,7 @@ def _record(model: torch.nn.Module, ids: torch.Tensor, keep: torch.Tensor) -> li
         x = x.reshape(-1, x.shape[-1])
         layers.append(LayerInputs(pack(module, "bf16"), x[keep], idx[keep].long(), weights[keep].float()))
 
-    hooks = [
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-        for module in experts_modules(model).values()
-    ]
+    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in experts_modules(model).values()]
     try:
         with torch.inference_mode():
             model(input_ids=ids, use_cache=False)
