@@ -21,6 +21,8 @@ class KernelAttributes:
 
 class Kernel:
     @property
+    def handle(self) -> object: ...
+    @property
     def attributes(self) -> KernelAttributes: ...
 
 class ObjectCode:
@@ -49,6 +51,7 @@ class LaunchConfig:
         *,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
+        shmem_size: int = 0,
         programmatic_stream_serialization: bool = False,
     ) -> None: ...
 

@@ -13,6 +13,7 @@ import torch
 
 from warpring.formats import ceil_div
 from warpring.layout import RECORD_BYTES, PackedExperts
+from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import float32, int32, launch, load, pointer
 from warpring.runtime.workspace import scratch
@@ -99,7 +100,7 @@ def specs_of(packed: PackedExperts, topk: int, index_dtype: torch.dtype) -> Tile
 
 def precompile(packed: PackedExperts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the layer's kernels, so that a later call can be captured."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = index_of(device)
     for spec in specs_of(packed, topk, index_dtype).all():
         load(spec, index)
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from warpring.experts import Experts
+from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import float32, int32, launch, load, pointer
 from warpring.runtime.workspace import scratch
@@ -80,9 +81,7 @@ def kernel_specs(experts: Experts, topk: int, index_dtype: torch.dtype) -> WarpS
 
 def precompile(experts: Experts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the layer's kernels, so that a later call can be captured."""
-    # torch's stub calls the index an int; in torch.device("cuda") it is None.
-    unnumbered = device.index is None  # pyright: ignore[reportUnnecessaryComparison]
-    index = torch.cuda.current_device() if unnumbered else device.index
+    index = index_of(device)
     for spec in kernel_specs(experts, topk, index_dtype).all():
         load(spec, index)
 

@@ -26,3 +26,10 @@ def arch_of(device_index: int) -> str:
             f"({torch.cuda.get_device_name(device_index)}). Use path='classical' or 'reference'."
         )
     return f"sm_{major}{minor}a"
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a CUDA device; of `torch.device("cuda")`, the current one's."""
+    # torch's stub calls the index an int; in torch.device("cuda") it is None.
+    unnumbered = device.index is None  # pyright: ignore[reportUnnecessaryComparison]
+    return torch.cuda.current_device() if unnumbered else device.index
