@@ -35,7 +35,8 @@ def test_doctor_names_versions_and_every_path_and_format(capsys: pytest.CaptureF
     assert "kernel cache" in out
     assert str(jit.cache_dir()) in out
     found = table(out)
-    assert set(found) == {(path, format) for path in ("warp", "cores", "classical", "reference") for format in FORMATS}
+    paths = ("warp", "tile", "cores", "classical", "reference")
+    assert set(found) == {(path, format) for path in paths for format in FORMATS}
     for format in FORMATS:
         for path in ("cores", "reference"):
             assert found[path, format].startswith("runs on cpu" if path == "cores" else "runs on")
@@ -47,7 +48,7 @@ def test_doctor_says_why_warp_does_not_run_without_a_gpu(capsys: pytest.CaptureF
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "GPU             none" in out or "GPU             not usable" in out
-    assert all(table(out)["warp", format].startswith("no: no GPU; ") for format in FORMATS)
+    assert all(table(out)[path, format].startswith("no: no GPU; ") for path in ("warp", "tile") for format in FORMATS)
 
 
 @pytest.mark.gpu
@@ -55,7 +56,7 @@ def test_doctor_runs_warp_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert torch.cuda.get_device_name(0) in out
-    assert all(table(out)["warp", format].startswith("runs on cuda") for format in FORMATS)
+    assert all(table(out)[path, format].startswith("runs on cuda") for path in ("warp", "tile") for format in FORMATS)
 
 
 def test_doctor_fails_where_a_path_that_should_run_is_broken_or_wrong(

@@ -110,7 +110,7 @@ def checks() -> Iterator[tuple[str, str, str, bool]]:
     from warpring.kernels.cores import unusable_reason
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for path in ("warp", "cores", "classical", "reference"):
+    for path in ("warp", "tile", "cores", "classical", "reference"):
         place = torch.device("cpu") if path == "cores" else device
         for format in FORMATS:
             if path == "cores" and (missing := unusable_reason()) is not None:
@@ -134,20 +134,22 @@ def run_tiny(path: str, format: str, device: torch.device) -> float:
     from warpring.bench.inputs import make_routing, random_experts
     from warpring.bench.shapes import parse_shape
     from warpring.decode import moe_decode
+    from warpring.layout import pack_experts
     from warpring.reference import moe_exact
 
     shape = parse_shape(CHECK_SHAPE)
     experts = random_experts(shape, format, device, seed=0)
     routing = make_routing(shape, 2, seed=0).to(device)
     x = torch.randn(2, shape.hidden, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
-    y = moe_decode(x, experts, routing.topk_idx, routing.topk_weights, path=path)
+    layer = pack_experts(experts) if path == "tile" else experts
+    y = moe_decode(x, layer, routing.topk_idx, routing.topk_weights, path=path)
     exact = moe_exact(x, experts, routing.topk_idx, routing.topk_weights)
     return torch.nn.functional.cosine_similarity(exact, y.double(), dim=1).min().item()
 
 
 def reason(path: str, device: torch.device) -> str | None:
     """Why a path cannot run where there is no GPU, and whether its kernels at least compile here."""
-    if path != "warp" or device.type == "cuda":
+    if path not in ("warp", "tile") or device.type == "cuda":
         return None
     return f"no GPU; {'its kernels compile here' if not _nvrtc_problem() else 'nor a compiler for its kernels'}"
 

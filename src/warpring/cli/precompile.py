@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from warpring.bench.inputs import one_expert
     from warpring.bench.records import FORMATS
     from warpring.bench.shapes import parse_shape
-    from warpring.kernels.warp import kernel_specs
+    from warpring.kernels import tile, warp
     from warpring.runtime.jit import cache_dir, compile_kernel
 
     shape = parse_shape(args.shape or args.model or "qwen3-30b-a3b")
@@ -61,7 +61,18 @@ def run(args: argparse.Namespace) -> int:
         (format, arch, spec)
         for format in formats
         for arch in architectures(args.arch)
-        for spec in kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all()
+        for spec in (
+            *warp.kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all(),
+            *tile.kernel_specs(
+                format,
+                shape.hidden,
+                shape.intermediate,
+                shape.num_experts,
+                shape.topk,
+                index_dtype,
+                shape.activation.gate_fn,
+            ).all(),
+        )
     ]
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
