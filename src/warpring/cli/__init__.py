@@ -16,7 +16,7 @@ from typing import NoReturn
 from warpring.errors import ArgumentError, WarpringError
 
 #: Modules of this package that register a subcommand, in the order in which help lists them.
-COMMANDS = ("generate", "verify", "bench", "quantize", "doctor", "precompile")
+COMMANDS = ("generate", "verify", "bench", "quantize", "doctor", "precompile", "ep-plan")
 
 _DESCRIPTION = "Mixture-of-experts decode at the speed of memory."
 
@@ -32,6 +32,9 @@ check and measure
 
 ahead of time
   warpring precompile --model qwen3-30b-a3b --format mxfp8 --arch sm_90a
+
+several GPUs
+  warpring ep-plan --model deepseek-v4-flash --ranks 8        predicted time and partition
 
 warpring COMMAND --help explains one command.
 """
@@ -56,7 +59,7 @@ def build_parser() -> Parser:
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name in COMMANDS:
-        importlib.import_module(f"warpring.cli.{name}").add_parser(subparsers)
+        importlib.import_module(f"warpring.cli.{name.replace('-', '_')}").add_parser(subparsers)
     return parser
 
 

@@ -1,0 +1,1 @@
+"""Expert-parallel decode: several GPUs share the experts of a layer."""
