@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from warpring import ArgumentError, UnsupportedError, WarpringError
+from warpring import ArgumentError, Experts, UnsupportedError, WarpringError
 from warpring.bench import layer, read_peak
 from warpring.bench.inputs import count_traffic, make_routing, random_experts
 from warpring.bench.layer import LayerBench, free_bytes
+from warpring.bench.peer import Peer
 from warpring.bench.records import validate
 from warpring.bench.shapes import LayerShape
+from warpring.bench.timing import Call
 from warpring.formats import FORMATS
+from warpring.reference import moe_reference
 
 TINY = LayerShape("h64xi32xe6xk2", hidden=64, intermediate=32, num_experts=6, topk=2)
 CPU = torch.device("cpu")
@@ -129,3 +132,42 @@ def test_gpu_records_are_valid_and_touch_more_than_the_cache(format: str) -> Non
         assert warp["launches"] == 2
         assert classical["launches"] > 8
         assert 0 < warp["fraction_of_peak"] < 1.05
+
+
+def copying_peer(**changed: Any) -> Peer:
+    """A peer that keeps a BF16 copy of the weights and computes with torch."""
+
+    def bind(
+        weights: Experts, x: torch.Tensor, idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    ) -> Call:
+        return lambda: out.copy_(moe_reference(x, weights, idx, topk_weights))
+
+    return replace(Peer("other", "version 1", lambda experts: experts, bind), **changed)
+
+
+def test_peer_is_timed_on_the_same_weights_and_recorded_by_its_name() -> None:
+    ours, theirs = next(bench().run([2], ["reference"], peers=[copying_peer()]))
+    validate(theirs)
+    assert (ours["impl"], theirs["impl"]) == ("warpring", "other")
+    assert "path" not in theirs
+    assert "requested_bytes" not in theirs
+    assert theirs["note"].endswith("; version 1")
+    assert theirs["unique_bytes"] == ours["unique_bytes"]
+
+
+def test_peer_that_no_graph_can_hold_says_so() -> None:
+    theirs = next(bench().run([1], ["reference"], peers=[copying_peer(capturable=False)]))[1]
+    assert theirs["note"].endswith("called one by one, for no CUDA graph can hold it")
+
+
+def test_peer_sits_out_the_batches_that_it_does_not_serve() -> None:
+    found = list(bench().run([2, 3], ["reference"], peers=[copying_peer(most_tokens=2)]))
+    assert [[rec["impl"] for rec in recs] for recs in found] == [["warpring", "other"], ["warpring"]]
+
+
+def test_peer_with_a_wrong_result_is_not_timed() -> None:
+    def bind(*args: Any) -> Call:
+        return lambda: args[-1].normal_()
+
+    with pytest.raises(WarpringError, match="'other' gives a wrong result"):
+        next(bench().run([1], ["reference"], peers=[copying_peer(bind=bind)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from warpring.bench.inputs import Routing, Traffic, count_traffic, make_routing, one_expert, random_experts
+from warpring.bench.peer import Peer
 from warpring.bench.read_peak import read_peak_gbs
 from warpring.bench.records import Record, record
 from warpring.bench.shapes import LayerShape
@@ -36,10 +37,11 @@ LEAST_COSINE = 0.99
 
 @dataclass(frozen=True)
 class WeightSet:
-    """One layer's weights, as the paths take them."""
+    """One layer's weights, as the paths and each peer, by its name, take them."""
 
     experts: Experts
     packed: PackedExperts | None
+    of_peers: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def of(self, path: str) -> Experts | PackedExperts:
         """What `moe_decode` gets for that path."""
@@ -73,19 +75,21 @@ class LayerBench:
         batches: Sequence[int],
         paths: Sequence[str],
         *,
+        peers: Sequence[Peer] = (),
         on_stage: Callable[[str], None] = lambda _: None,
     ) -> Iterator[list[Record]]:
-        """Measure; yields the records of one batch (one a path, timed in turns) as soon as it is done.
+        """Measure; yields the records of one batch (one a path or peer, timed in turns) as soon as it is done.
 
         Args:
             batches: token counts, each at least 1.
             paths: values of `moe_decode`'s `path`.
+            peers: other libraries' layers, on the same weights and routings; left out of batches beyond `most_tokens`.
             on_stage: is told in words what goes on now.
 
         Raises:
             ArgumentError: bad batches, or weights that memory cannot hold.
             UnsupportedError: a path that does not run here.
-            WarpringError: a path whose output is wrong.
+            WarpringError: a path or peer whose output is wrong.
         """
         if not batches or min(batches) < 1 or not paths:
             raise ArgumentError(
@@ -99,9 +103,10 @@ class LayerBench:
         for num_tokens in batches:
             layers = self._layers(num_tokens)
             on_stage(f"weights of {len(layers)} layers")
-            self._grow(sets, len(layers), paths, reserve)
+            self._grow(sets, len(layers), paths, reserve, peers)
             on_stage(f"B={num_tokens}")
-            yield self._measure(num_tokens, layers, sets, paths, peak_gbs)
+            able = [peer for peer in peers if num_tokens <= peer.most_tokens]
+            yield self._measure(num_tokens, layers, sets, paths, peak_gbs, able)
 
     def _layers(self, num_tokens: int) -> list[Routing]:
         """A routing of its own for every layer of a replay, as many as make the replay outgrow the cache."""
@@ -117,13 +122,15 @@ class LayerBench:
             count += 1
         return [routing.to(self.device) for routing in routings[:count]]
 
-    def _grow(self, sets: list[WeightSet], wanted: int, paths: Sequence[str], reserve: float) -> None:
+    def _grow(
+        self, sets: list[WeightSet], wanted: int, paths: Sequence[str], reserve: float, peers: Sequence[Peer]
+    ) -> None:
         """Add weight sets until there are `wanted`, or less than `reserve` bytes would stay free."""
         set_bytes = self.shape.num_experts * one_expert(self.shape, self.format).nbytes
         if "classical" in paths and self.format != "bf16":
             set_bytes += self.shape.num_experts * one_expert(self.shape, "bf16").nbytes
-        if "tile" in paths:
-            set_bytes += self.shape.num_experts * one_expert(self.shape, self.format).nbytes
+        own_copies = ("tile" in paths) + sum(peer.copies_weights for peer in peers)
+        set_bytes += own_copies * self.shape.num_experts * one_expert(self.shape, self.format).nbytes
         while len(sets) < wanted:
             free = free_bytes(self.device)
             if free - set_bytes < reserve:
@@ -136,10 +143,17 @@ class LayerBench:
             experts = random_experts(self.shape, self.format, self.device, seed=self.seed + len(sets))
             if "classical" in paths:
                 prepare(experts)
-            sets.append(WeightSet(experts, pack_experts(experts) if "tile" in paths else None))
+            of_peers = {peer.name: peer.prepare(experts) for peer in peers}
+            sets.append(WeightSet(experts, pack_experts(experts) if "tile" in paths else None, of_peers))
 
     def _measure(
-        self, num_tokens: int, layers: list[Routing], sets: list[WeightSet], paths: Sequence[str], peak_gbs: float
+        self,
+        num_tokens: int,
+        layers: list[Routing],
+        sets: list[WeightSet],
+        paths: Sequence[str],
+        peak_gbs: float,
+        peers: Sequence[Peer],
     ) -> list[Record]:
         generator = torch.Generator().manual_seed(self.seed)
         size = (len(layers), num_tokens, self.shape.hidden)
@@ -153,13 +167,19 @@ class LayerBench:
             ]
             for path in paths
         }
+        for peer in peers:
+            variants[peer.name] = [
+                peer.bind(chosen[i].of_peers[peer.name], x[i], r.topk_idx, r.topk_weights, out[i])
+                for i, r in enumerate(layers)
+            ]
         self._check(variants, x, out, chosen, layers)
-        measured = measure(variants, self.device, self.repeats)
+        measured = measure(variants, self.device, self.repeats, eager=[p.name for p in peers if not p.capturable])
         traffic = [count_traffic(weights.experts, r.topk_idx) for weights, r in zip(chosen, layers, strict=True)]
         note = f"{len(layers)} layers a replay, {min(len(sets), len(layers))} weight sets"
         if sum(t.unique_bytes for t in traffic) < CACHE_MULTIPLE * cache_bytes(self.device):
             note += "; all of them fit in the cache"
-        return [self._record(path, num_tokens, measured[path], traffic, peak_gbs, note) for path in paths]
+        named: dict[str, Peer | None] = {path: None for path in paths} | {peer.name: peer for peer in peers}
+        return [self._record(p, num_tokens, measured[p], traffic, peak_gbs, note, peer) for p, peer in named.items()]
 
     def _check(
         self,
@@ -181,10 +201,20 @@ class LayerBench:
                 )
 
     def _record(
-        self, path: str, num_tokens: int, measured: Measured, traffic: list[Traffic], peak_gbs: float, note: str
+        self,
+        path: str,
+        num_tokens: int,
+        measured: Measured,
+        traffic: list[Traffic],
+        peak_gbs: float,
+        note: str,
+        peer: Peer | None,
     ) -> Record:
         unique = statistics.fmean(t.unique_bytes for t in traffic)
         fields = asdict(measured.timing)
+        fields |= {"path": path} if peer is None else {"impl": peer.name}
+        if peer is not None:
+            note += f"; {peer.note}" + ("" if peer.capturable else "; called one by one, for no CUDA graph can hold it")
         if measured.launches is not None:
             fields["launches"] = measured.launches
         if path == "classical" and self.format != "bf16":
@@ -196,7 +226,6 @@ class LayerBench:
             device=self.device,
             model=self.shape.name,
             format=self.format,
-            path=path,
             num_tokens=num_tokens,
             topk=self.shape.topk,
             routing=self.routing,

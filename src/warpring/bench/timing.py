@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,18 @@ def percentiles(samples_us: Sequence[float]) -> Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one variant took, and how many kernels (with copies and memsets) a layer launched; None on a CPU."""
+    """What one variant took, and how many kernels (with copies and memsets) a layer launched; None without a graph."""
 
     timing: Timing
     launches: int | None
 
 
 def measure(
-    variants: Mapping[str, Sequence[Call]], device: torch.device, repeats: int, warmup: int = 3
+    variants: Mapping[str, Sequence[Call]],
+    device: torch.device,
+    repeats: int,
+    warmup: int = 3,
+    eager: Collection[str] = (),
 ) -> dict[str, Measured]:
     """Time every variant, one replay of each in turn, so that a drift of clocks or load touches all alike.
 
@@ -57,11 +62,12 @@ def measure(
         device: a CUDA device (calls are captured into a graph; they must be capturable) or the CPU.
         repeats: replays of each variant that count.
         warmup: replays of each variant that do not.
+        eager: variants that no graph can hold: on a GPU their calls are queued one by one, launch costs included.
     """
     if repeats < 1:
         raise ArgumentError(f"measure: repeats must be at least 1; got {repeats}.")
     if device.type == "cuda":
-        return _measure_cuda(variants, device, repeats, warmup)
+        return _measure_cuda(variants, device, repeats, warmup, eager)
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(-min(warmup, 1), repeats):
         for name, calls in variants.items():
@@ -74,26 +80,33 @@ def measure(
 
 
 def _measure_cuda(
-    variants: Mapping[str, Sequence[Call]], device: torch.device, repeats: int, warmup: int
+    variants: Mapping[str, Sequence[Call]], device: torch.device, repeats: int, warmup: int, eager: Collection[str]
 ) -> dict[str, Measured]:
     with torch.cuda.device(device):
-        graphs = {name: capture(calls) for name, calls in variants.items()}
+        graphs = {name: capture(calls) for name, calls in variants.items() if name not in eager}
+        runs = {
+            name: graphs[name].replay if name in graphs else partial(_call_all, calls)
+            for name, calls in variants.items()
+        }
         samples: dict[str, list[float]] = {name: [] for name in variants}
         for round_ in range(-warmup, repeats):
-            for name, graph in graphs.items():
+            for name, run in runs.items():
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 # A replay ahead keeps the GPU busy while the timed one is queued: its launch costs no time then.
-                graph.replay()
+                run()
                 start.record()
-                graph.replay()
+                run()
                 end.record()
                 end.synchronize()
                 if round_ >= 0:
                     samples[name].append(start.elapsed_time(end) * 1e3 / len(variants[name]))
-        return {
-            name: Measured(percentiles(samples[name]), round(count_launches(graph) / len(variants[name])))
-            for name, graph in graphs.items()
-        }
+        launches = {name: round(count_launches(graph) / len(variants[name])) for name, graph in graphs.items()}
+        return {name: Measured(percentiles(samples[name]), launches.get(name)) for name in variants}
+
+
+def _call_all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
