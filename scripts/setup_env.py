@@ -198,6 +198,8 @@ def create_venv(keep_torch: bool) -> None:
         # packages of the Python below it. Last on the path, so that what pip puts into .venv wins.
         folders = [path for path in sys.path if path.endswith("-packages")]
         paths += [f"import site; site.addsitedir({path!r})" for path in folders]
+        # cuda.bindings looks for NVRTC in the packages of the prefixes alone.
+        paths.append(f"import site; site.PREFIXES.append({sys.prefix!r})")
         # Python < 3.12 gives a new environment an old setuptools, which would hide the kept one.
         subprocess.run([str(VENV_PYTHON), "-m", "pip", "uninstall", "--yes", "setuptools"], capture_output=True)
     site_packages = next(VENV.glob("lib/python*/site-packages"))

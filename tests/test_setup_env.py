@@ -116,6 +116,10 @@ def test_a_machine_that_has_everything_needs_no_network_and_a_second_run_no_time
     assert "installing" not in first.stdout
     command = subprocess.run([folder / ".venv" / "bin" / "warpring"], capture_output=True, text=True)
     assert (command.returncode, command.stdout.strip()) == (7, importlib.util.find_spec("torch").origin)
+    # NVRTC is a library, not a module, and cuda.bindings looks for it in a way of its own.
+    version = "from cuda.bindings import nvrtc; print(nvrtc.nvrtcVersion()[1])"
+    nvrtc = subprocess.run([folder / ".venv" / "bin" / "python", "-c", version], capture_output=True, text=True)
+    assert (nvrtc.returncode, nvrtc.stdout.strip()) == (0, "13"), nvrtc.stderr
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     second = run_offline(script, "test-gpu")
