@@ -103,6 +103,20 @@ __device__ __forceinline__ uint16_t cvt_f32_bf16(float v) {
     return bits;
 }
 
+// Two FP32 values to FP16, round to nearest even; beyond FP16 becomes Inf, NaN stays NaN.
+__device__ __forceinline__ uint32_t cvt_f32_f16x2(float high, float low) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+    return halves;
+}
+
+// Two FP32 values to E4M3 codes, round to nearest even; beyond 448 becomes 448, NaN stays NaN.
+__device__ __forceinline__ uint16_t cvt_f32x2_e4m3x2(float high, float low) {
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
 // ---- tensor cores --------------------------------------------------------------------------------------------------
 
 // d += a * b, one 16 x 8 tile over 16 columns, BF16 in, FP32 sums.
