@@ -26,3 +26,38 @@ class CheckpointError(WarpringError, ValueError):
 
 class CompileError(WarpringError, RuntimeError):
     """A kernel did not compile or load; the message holds the compiler's log."""
+
+
+class RanksDisagreeError(ArgumentError):
+    """Ranks describe one layer differently; the message names each field and which ranks hold which value."""
+
+
+class WorkspaceBusyError(WarpringError, RuntimeError):
+    """A call came while another call holds the same workspace; nothing was changed."""
+
+
+class PoisonedError(WarpringError, RuntimeError):
+    """A layer object failed earlier and refuses to run; close it and build it anew."""
+
+
+class PeerTimeoutError(WarpringError, TimeoutError):
+    """A peer did not do its part in time: dead, stalled, or never launched.
+
+    Attributes:
+        rank: the rank that waited.
+        peer: the rank that it waited for, -1 where it waited for its own kernels.
+        flag: name of what it waited for, a heading of docs/sync.md.
+        generation: number of the call, counted from 1.
+        expected, seen: the flag's value that ends the wait, and the last one read.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, peer: int, flag: str, generation: int, expected: int, seen: int
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.flag = flag
+        self.generation = generation
+        self.expected = expected
+        self.seen = seen
