@@ -1,0 +1,178 @@
+"""How the SMs of a device are split into a communication and a compute partition: the plan, then the streams.
+
+The four rules of a split (G2): at least 32 compute SMs, an even number of them, at least 2 communication SMs, and both
+together are all of the device's. A driver adds its own: a least partition, and a granularity.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from warpring.errors import ArgumentError, UnsupportedError
+from warpring.formats import ceil_div
+from warpring.runtime.green import GreenStream, SmLimits, sm_limits, split_device
+
+MIN_COMPUTE_SMS = 32
+MIN_COMM_SMS = 2
+#: Communication SMs where nobody says otherwise: 16 of an H200's 132 pull at the full rate of NVLink.
+DEFAULT_COMM_SMS = 16
+#: At most this share of a device goes to communication by default.
+_DEFAULT_SHARE = 8
+
+
+@dataclass(frozen=True)
+class Split:
+    """SMs of the two partitions.
+
+    Attributes:
+        comm_sms: for dispatch (role1, and role4).
+        compute_sms: for the experts (role2).
+    """
+
+    comm_sms: int
+    compute_sms: int
+
+
+def broken_rules(split: Split, num_sms: int) -> Iterator[str]:
+    """The rules of G2 that a split of a device with `num_sms` SMs breaks, in words."""
+    if split.compute_sms < MIN_COMPUTE_SMS:
+        yield f"compute SMs must be at least {MIN_COMPUTE_SMS}; got {split.compute_sms}"
+    if split.compute_sms % 2:
+        yield f"compute SMs must be an even number; got {split.compute_sms}"
+    if split.comm_sms < MIN_COMM_SMS:
+        yield f"communication SMs must be at least {MIN_COMM_SMS}; got {split.comm_sms}"
+    if split.comm_sms + split.compute_sms != num_sms:
+        yield (
+            f"communication and compute SMs together must be the device's {num_sms}; got {split.comm_sms} + "
+            f"{split.compute_sms}"
+        )
+
+
+def check_split(split: Split, num_sms: int) -> None:
+    """Raise unless a split, as granted by the driver, follows the four rules.
+
+    Raises:
+        UnsupportedError: naming every rule that is broken.
+    """
+    if broken := list(broken_rules(split, num_sms)):
+        raise UnsupportedError(f"partition: {'; '.join(broken)}. Ask for another comm_sms, or use two plain streams.")
+
+
+def plan_split(limits: SmLimits, comm_sms: int | None = None) -> Split:
+    """The split to ask the driver for.
+
+    Args:
+        limits: what the driver says.
+        comm_sms: wanted communication SMs, rounded up to what the driver can grant; None for 16, or an eighth of a
+            small device.
+
+    Raises:
+        ArgumentError: comm_sms is no number of SMs that leaves enough for compute.
+        UnsupportedError: the device is too small for any split.
+    """
+    step = max(1, limits.alignment)
+    least = max(limits.min_partition_sms, MIN_COMM_SMS)
+    if comm_sms is not None and not MIN_COMM_SMS <= comm_sms <= limits.num_sms - MIN_COMPUTE_SMS:
+        raise ArgumentError(
+            f"partition: comm_sms must be {MIN_COMM_SMS} to {limits.num_sms - MIN_COMPUTE_SMS} on a device of "
+            f"{limits.num_sms} SMs; got {comm_sms}. Leave it out for a choice that fits."
+        )
+    wanted = min(DEFAULT_COMM_SMS, limits.num_sms // _DEFAULT_SHARE) if comm_sms is None else comm_sms
+    asked = ceil_div(max(wanted, least), step) * step
+    # The remainder has the parity of the device; a step of an odd size can mend an odd one.
+    for comm in (asked, asked + step):
+        split = Split(comm, limits.num_sms - comm)
+        if not any(broken_rules(split, limits.num_sms)):
+            return split
+    broken = "; ".join(broken_rules(Split(asked, limits.num_sms - asked), limits.num_sms))
+    raise UnsupportedError(
+        f"partition: a device of {limits.num_sms} SMs, split in steps of {step}, cannot give {asked} to communication: "
+        f"{broken}. Run without partitions (two plain streams)."
+    )
+
+
+def plan_capped(num_sms: int, comm_sms: int | None = None) -> Split:
+    """The grids of two plain streams where there are no partitions: CTAs of each role, all of them resident at once.
+
+    The same numbers as a partition in steps of 2, so that what follows (grids, the order of tasks) does not differ.
+
+    Raises:
+        ArgumentError, UnsupportedError: see `plan_split`.
+    """
+    even = num_sms - num_sms % 2
+    return plan_split(SmLimits(even, MIN_COMM_SMS, 2), comm_sms)
+
+
+@dataclass
+class Partition:
+    """The two streams of a layer.
+
+    Attributes:
+        split: SMs of each (granted), or CTAs where the streams are plain ones.
+        comm, compute: the streams.
+        fallback_reason: why the streams are plain ones, or None where they own their SMs.
+    """
+
+    split: Split
+    comm: torch.cuda.Stream
+    compute: torch.cuda.Stream
+    fallback_reason: str | None = None
+    _green: tuple[GreenStream, ...] = field(default=(), repr=False)
+
+    @property
+    def contexts(self) -> tuple[int, int] | None:
+        """Handles of the two contexts (communication, compute); None with plain streams."""
+        return (self._green[0].context, self._green[1].context) if self._green else None
+
+    def close(self) -> None:
+        """Give the Green Contexts back, after their work."""
+        for stream in self._green:
+            stream.close()
+        self._green = ()
+
+
+def open_partition(device_index: int, comm_sms: int | None = None, *, require_green: bool = False) -> Partition:
+    """Split the device, or fall back to two plain streams with capped grids.
+
+    Args:
+        device_index: of the CUDA device.
+        comm_sms: see `plan_split`.
+        require_green: raise instead of falling back.
+
+    Raises:
+        ArgumentError: see `plan_split`.
+        UnsupportedError: no split is possible and `require_green` is set, or the device is too small for either.
+
+    Warns:
+        RuntimeWarning: on falling back, with the reason.
+    """
+    try:
+        limits = sm_limits(device_index)
+        wanted = plan_split(limits, comm_sms)
+        comm, compute = split_device(device_index, wanted.comm_sms)
+        split = Split(comm.num_sms, compute.num_sms)
+        try:
+            check_split(split, limits.num_sms)
+        except UnsupportedError:
+            comm.close()
+            compute.close()
+            raise
+        return Partition(split, comm.stream, compute.stream, _green=(comm, compute))
+    except UnsupportedError as error:
+        if require_green:
+            raise
+        reason = str(error)
+    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    split = plan_capped(num_sms, comm_sms)
+    warnings.warn(
+        f"warpring: {reason} Falling back to two plain streams with grids of {split.comm_sms} and {split.compute_sms} "
+        "CTAs: results are the same, but dispatch and experts share SMs. require_green=True makes this an error.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    streams = (torch.cuda.Stream(device_index), torch.cuda.Stream(device_index))
+    return Partition(split, *streams, fallback_reason=reason)
