@@ -1,0 +1,137 @@
+"""Kernel sources made ready for a C++ compiler: inline assembly out, shared memory where the emulator keeps it.
+
+Everything else stays as it is, line by line, so that reports name the lines of the real files.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Comments, strings and preprocessor lines: braces and semicolons in them structure nothing.
+_OPAQUE = re.compile(
+    r'//[^\n]*|/\*.*?\*/|R"\((?:.*?)\)"|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.S | re.M
+)
+_EXTERN_SHARED = re.compile(
+    r"extern\s+__shared__\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)([\w:]+)\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)(\w+)\s*\[\s*\]\s*;"
+)
+_SHARED = re.compile(
+    r"(?:static\s+)?__shared__\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)([\w:]+(?:<[^;{}]*?>)?)\s+(\w+)\s*((?:\[[^\]]*\]\s*)*);"
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function definition that holds inline assembly: its name, and its signature with spaces made even."""
+
+    name: str
+    signature: str
+
+
+def _blank(text: str) -> str:
+    """The text with everything opaque replaced by spaces; positions and lines stay."""
+    return _OPAQUE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+
+
+def _definitions(text: str) -> list[tuple[int, int]]:
+    """(start, end) of every top-level declaration or definition."""
+    code = _blank(text)
+    found: list[tuple[int, int]] = []
+    depth, start, has_body = 0, 0, False
+    for at, char in enumerate(code):
+        if char == "{":
+            depth += 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                has_body = True
+                head = code[start:at].lstrip()
+                # A struct ends at its semicolon, a function or namespace at its brace.
+                if (
+                    not re.match(r"(?:template\s*<[^{]*>\s*)?(?:struct|class|union|enum)\b", head)
+                    and "=" not in head.split("{")[0]
+                ):
+                    found.append((start, at + 1))
+                    start, has_body = at + 1, False
+        elif char == ";" and depth == 0:
+            found.append((start, at + 1))
+            start, has_body = at + 1, False
+    return found
+
+
+def _function(head: str) -> Function:
+    """From the text before a definition's body."""
+    flat = " ".join(_blank(head).split())
+    name = re.search(r"(\w+)\s*\(", re.sub(r"__launch_bounds__\s*\([^)]*\)|__align__\s*\([^)]*\)", "", flat))
+    if name is None:
+        raise ValueError(f"no function name in: {flat}")
+    flat = re.sub(r"__device__|__forceinline__|\binline\b|\bstatic\b", "", flat)
+    return Function(name[1], " ".join(flat.split()))
+
+
+def assembly_functions(text: str) -> list[Function]:
+    """Every function of `text` whose body holds an asm statement."""
+    return [
+        _function(text[start:end].split("{")[0]) for start, end in _definitions(text) if _has_assembly(text[start:end])
+    ]
+
+
+def _has_assembly(text: str) -> bool:
+    return re.search(r"\b(?:asm|__asm__)\b", _blank(text)) is not None
+
+
+def emulated(text: str, path: str) -> str:
+    """`text` of the file `path`, ready to compile with cuda_on_cpu.hpp."""
+    out, last = [], 0
+    for start, end in _definitions(text):
+        definition = text[start:end]
+        if not _has_assembly(definition):
+            continue
+        code = _blank(definition)
+        first = start + len(code) - len(code.lstrip())
+        if re.match(r"(?:struct|class|union|namespace)\b", code.lstrip()):
+            raise ValueError(
+                f"{path}: inline assembly inside `{code.split('{')[0].strip()}`; put it into a function of its own"
+            )
+        name = _function(definition.split("{")[0]).name
+        out += [text[last:first], f"using ::cuda_on_cpu::{name};", "\n" * text[first:end].count("\n")]
+        last = end
+    text = "".join([*out, text[last:]])
+    text = _EXTERN_SHARED.sub(_extern_shared, text)
+    text = _SHARED.sub(_shared, text)
+    if "__shared__" in _blank(text):
+        line = _blank(text)[: _blank(text).index("__shared__")].count("\n") + 1
+        raise ValueError(
+            f"{path}:{line}: a declaration of shared memory in a form that tests/emulator/sources.py does not know"
+        )
+    return text
+
+
+def _extern_shared(match: re.Match[str]) -> str:
+    lines = "\n" * match[0].count("\n")
+    return f"{match[2]}* const {match[4]} = reinterpret_cast<{match[2]}*>(::cuda_on_cpu::current->dynamic_smem);{lines}"
+
+
+def _shared(match: re.Match[str]) -> str:
+    kind = f"{match[2]}{''.join(match[4].split())}"
+    alignment = re.search(r"\(\s*(\w+)\s*\)", match[1])
+    lines = "\n" * match[0].count("\n")
+    return f"auto& {match[3]} = ::cuda_on_cpu::StaticShared<{kind}, __COUNTER__, {alignment[1] if alignment else 1}>::get();{lines}"
+
+
+def smem_alignment(texts: list[str]) -> int:
+    """The largest alignment that a kernel declares for its dynamic shared memory."""
+    declared = [
+        number
+        for text in texts
+        for match in _EXTERN_SHARED.finditer(_blank(text))
+        for number in re.findall(r"\(\s*(\d+)\s*\)", match[0])
+    ]
+    return max([16, *map(int, declared)])
+
+
+def write_emulated(sources: list[Path], into: Path) -> None:
+    """Copies of `sources`, ready to compile, in the folder `into`."""
+    for source in sources:
+        (into / source.name).write_text(emulated(source.read_text(), str(source)))

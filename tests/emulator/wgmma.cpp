@@ -1,0 +1,108 @@
+// wgmma.cpp   Warpgroup matrix products. They are asynchronous: a sum reads as NaN until its product has been waited for,
+// and shared memory is read as late as the machine may read it.
+#include "state.hpp"
+#include "numbers.hpp"
+
+namespace cuda_on_cpu {
+
+namespace {
+
+constexpr uint32_t kWholeWarp = 0xffffffffu;
+
+// Address of bytes [16 * unit, 16 * unit + 16) of row n of a K-major operand, by its descriptor.
+uint32_t address_of(uint64_t descriptor, int n, int unit) {
+    const auto field = [&](int bit) { return uint32_t(descriptor >> bit & 0x3fffu) << 4; };
+    const uint32_t start = field(0), leading = field(16), stride = field(32);
+    const int swizzle = int(descriptor >> 62);
+    if (swizzle == 0) return start + n / 8 * stride + unit * leading + n % 8 * 16;
+    const uint32_t row_bytes = 256u >> swizzle;  // 1: 128, 2: 64, 3: 32
+    const uint32_t linear = start + n / 8 * stride + n % 8 * row_bytes + unit * 16;
+    return linear ^ ((linear >> 7 & (row_bytes / 16 - 1)) << 4);
+}
+
+float value_of(Operand operand, const unsigned char* bytes, int k) {
+    if (operand == Operand::kE4M3) return e4m3_to_float(bytes[k]);
+    uint16_t code;
+    memcpy(&code, bytes + 2 * k, 2);
+    return operand == Operand::kHalf ? half_to_float(code) : bf16_to_float(code);
+}
+
+// This lane's share of one product: two rows of A, which four lanes hold together, times all columns.
+void multiply(std::vector<float>& d, const WarpgroupProduct& product) {
+    const int depth = product.operand == Operand::kE4M3 ? 32 : 16;
+    const int bytes = product.operand == Operand::kE4M3 ? 1 : 2;
+    const int q = current->lane % 4;
+    for (int i = 0; i < int(d.size()); ++i) {
+        const int column = i / 4 * 8 + q * 2 + i % 2, low_row = i % 4 / 2;
+        double sum = product.adds ? d[i] : 0.0;
+        for (int unit = 0; unit < 2; ++unit) {
+            const unsigned char* b = shared_pointer(address_of(product.descriptor, column, unit), 16, 16, "wgmma", product.site);
+            for (int k = 0; k < depth / 2; ++k) {
+                const int byte = k * bytes;
+                const auto* a = reinterpret_cast<const unsigned char*>(&product.a[byte / 4][unit * 2 + low_row]);
+                sum += double(value_of(product.operand, a, k % (4 / bytes))) * value_of(product.operand, b, k);
+            }
+        }
+        d[i] = float(sum);
+    }
+}
+
+}  // namespace
+
+void wgmma_fence_at(Site site) {
+    gather(kWholeWarp, "warpgroup_arrive", nullptr, 0, true, site);
+    running()->warpgroup.fenced = true;
+}
+
+void wgmma_at(float* d, int columns, const uint32_t (&a)[4], uint64_t descriptor, int scale_d, Operand operand, Site site) {
+    Fiber* me = running();
+    Cta& cta = *me->cta;
+    if (cta.warps.size() % 4) fail(site, "wgmma in a CTA of %zu warps: not whole warpgroups", cta.warps.size());
+    if (descriptor >> 49 & 7u) fail(site, "wgmma with a matrix base offset: only 0 is emulated");
+    WarpgroupState& state = me->warpgroup;
+    if (!state.fenced) fail(site, "wgmma without warpgroup_arrive() since the last warpgroup_wait()");
+    const ProductShape shape{descriptor, columns, scale_d != 0, operand};
+    auto& shapes = cta.warpgroups[me->warp / 4];
+    const size_t index = state.num_products++;
+    if (index == shapes.size()) shapes.push_back(shape);
+    if (!(shapes[index] == shape)) fail(site, "wgmma with another descriptor, shape, type or scale than the warpgroup's other threads");
+    cta.warps[me->warp].num_products = state.num_products;
+
+    const Gathered all = gather(kWholeWarp, "wgmma", a, 4, true, site);
+    WarpgroupProduct product{d, {}, descriptor, operand, scale_d != 0, state.group, site};
+    for (int lane = 0; lane < 4; ++lane) memcpy(product.a[lane], (*all.slots)[me->lane / 4 * 4 + lane], sizeof product.a[lane]);
+    if (state.sums.count(d) == 0) state.sums[d].assign(d, d + columns / 2);
+    if (state.sums[d].size() != size_t(columns / 2)) fail(site, "wgmma of two shapes on the same sums without a wait");
+    memset(d, kPoison, columns / 2 * sizeof(float));
+    state.products.push_back(product);
+}
+
+void wgmma_commit_at(Site site) {
+    gather(kWholeWarp, "warpgroup_commit", nullptr, 0, true, site);
+    ++running()->warpgroup.group;
+}
+
+void wgmma_wait_at(int groups_left, Site site) {
+    gather(kWholeWarp, "warpgroup_wait", nullptr, 0, true, site);
+    WarpgroupState& state = running()->warpgroup;
+    std::vector<WarpgroupProduct> later;
+    for (const WarpgroupProduct& product : state.products) {
+        if (product.group < state.group - groups_left) multiply(state.sums[product.d], product);
+        else later.push_back(product);
+    }
+    state.products = std::move(later);
+    for (auto sum = state.sums.begin(); sum != state.sums.end();) {
+        bool pending = false;
+        for (const WarpgroupProduct& product : state.products) pending |= product.d == sum->first;
+        if (pending) {
+            ++sum;
+            continue;
+        }
+        memcpy(sum->first, sum->second.data(), sum->second.size() * sizeof(float));
+        sum = state.sums.erase(sum);
+    }
+    state.fenced = false;
+    gather(kWholeWarp, "warpgroup_wait", nullptr, 0, true, site);  // no lane goes on before its warp's sums are there
+}
+
+}  // namespace cuda_on_cpu
