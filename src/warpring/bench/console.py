@@ -5,7 +5,7 @@ from __future__ import annotations
 from warpring.bench.records import Record
 
 HEADER = (
-    f"{'format':<12}{'path':<11}{'B':>4}{'p50 us':>11}{'p10':>10}{'p90':>10}"
+    f"{'format':<12}{'path':<24}{'B':>4}{'p50 us':>11}{'p10':>10}{'p90':>10}"
     f"{'unique GB/s':>13}{'of peak':>9}{'requested':>11}{'launches':>10}"
 )
 
@@ -22,7 +22,7 @@ def row(rec: Record) -> str:
     requested = f"{rec['requested_bytes'] / rec['p50_us'] / 1e3:.2f}" if "requested_bytes" in rec else "-"
     share = f"{100 * rec['fraction_of_peak']:.1f} %" if "fraction_of_peak" in rec else "-"
     return (
-        f"{rec['format']:<12}{rec.get('path', rec['impl']):<11}{rec['num_tokens']:>4}"
+        f"{rec['format']:<12}{rec.get('path', rec['impl']):<24}{rec['num_tokens']:>4}"
         f"{rec['p50_us']:>11.1f}{rec['p10_us']:>10.1f}{rec['p90_us']:>10.1f}"
         f"{rec['unique_bytes'] / rec['p50_us'] / 1e3:>13.2f}{share:>9}{requested:>11}{rec.get('launches', '-'):>10}"
     )

@@ -11,7 +11,8 @@ import torch
 from warpring.bench.timing import Call
 from warpring.experts import Experts
 
-#: (weights, x [num_tokens, hidden] bf16, topk_idx int64, topk_weights fp32, out like x) -> a call that writes `out`.
+#: (weights, x [num_tokens, hidden] bf16, topk_idx int64, topk_weights fp32, out like x) -> a call that writes `out`
+#: or gives a tensor of its own.
 Bind = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Call]
 
 

@@ -1,0 +1,188 @@
+"""Time our paths and other libraries' MoE layers in turns, on the same weights and routings, into peers.jsonl.
+
+    PYTHONPATH=src python bench/peers.py                                  the shapes and formats that peers share
+    PYTHONPATH=src python bench/peers.py --peers vllm_triton --models qwen3-30b-a3b --formats fp8_block
+
+A peer takes part where it can be imported: transformers (batched_mm, grouped_mm), vLLM and SGLang (Triton fused MoE),
+FlashInfer (mono_moe, cutlass_fused_moe). First each runs once in a process of its own, where its result is compared
+with the exact one and a CUDA graph of it is tried, so that one that fails or dies costs nothing but itself. At the end
+is said, by name, which took part and why the others did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpring.bench.adapters import ADAPTERS, find_peers, why_not
+from warpring.bench.console import HEADER, describe, row
+from warpring.bench.inputs import make_routing, random_experts
+from warpring.bench.layer import LEAST_COSINE, LayerBench
+from warpring.bench.peer import Peer
+from warpring.bench.records import append
+from warpring.bench.shapes import parse_shape
+from warpring.bench.tables import BATCHES
+from warpring.bench.timing import capture
+from warpring.reference import moe_exact
+
+RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
+#: FlashInfer's mono_moe serves the second shape alone.
+MODELS = "qwen3-30b-a3b,h2048xi512xe256xk8"
+#: Batches of a trial: a peer may take one way for few tokens and another for many.
+TRIED = (2, 32)
+TRIAL_SECONDS = 180
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=words, default=words(MODELS), help="names or sizes like h2048xi768xe128xk8")
+    parser.add_argument("--formats", type=words, default=["fp8_block", "bf16"])
+    parser.add_argument("--batches", type=words, default=[str(batch) for batch in BATCHES])
+    parser.add_argument("--paths", type=words, default=["warp", "tile"], help="paths of ours beside the peers")
+    parser.add_argument("--peers", type=words, default=list(ADAPTERS))
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--time-budget", type=float, metavar="S", help="start no further batch after S seconds")
+    parser.add_argument("--trial", action="store_true", help="try the one peer of --peers and say how it went, as JSON")
+    args = parser.parse_args()
+    if args.trial:
+        print(json.dumps(try_peer(args.peers[0], args.models[0], args.formats[0], args.device)))
+        return 0
+    start = time.monotonic()
+    verdicts: dict[str, list[str]] = {name: [] for name in args.peers}
+    trials = {
+        (model, format): start_trials(args.peers, model, format, args.device, verdicts)
+        for model in args.models
+        for format in args.formats
+    }
+    for (model, format), running in trials.items():
+        peers = finish_trials(running, model, format, args.device, verdicts)
+        for batch in measure(args, model, format, peers, start):
+            for name in verdicts:
+                verdicts[name].append(f"{model} {format} B={batch}: left out, the time budget is spent")
+    print("\npeers")
+    for name, said in verdicts.items():
+        print("\n".join(f"  {name:<26}{line}" for line in said))
+    return 0
+
+
+def measure(args: argparse.Namespace, model: str, format: str, peers: list[Peer], start: float) -> list[int]:
+    """Append and print the records of one shape and format; the batches that the time did not suffice for."""
+    bench = LayerBench(parse_shape(model), format, device=args.device, repeats=args.repeats)
+    batches = [int(batch) for batch in args.batches]
+    runs = bench.run(batches, args.paths, peers=peers)
+    for index, batch in enumerate(batches):
+        if args.time_budget is not None and time.monotonic() - start > args.time_budget:
+            return batches[index:]
+        measured = next(runs)
+        if batch == batches[0]:
+            print(f"\n{describe(measured[0])}\n{HEADER}")
+        for rec in measured:
+            append(args.output, rec)
+            print(row(rec), flush=True)
+    return []
+
+
+def try_peer(name: str, model: str, format: str, device: torch.device) -> dict[str, Any]:
+    """Run one peer on one layer: `error`, or its least `cosine` and whether it is `capturable`."""
+    shape = parse_shape(model)
+    peers, left_out = find_peers([name], shape, format, device)
+    if left_out:
+        return {"error": left_out[name]}
+    (peer,) = peers
+    experts = random_experts(shape, format, device, seed=0)
+    weights = peer.prepare(experts)
+    cosine, capturable = 1.0, True
+    for num_tokens in TRIED:
+        if num_tokens > peer.most_tokens:
+            continue
+        routing = make_routing(shape, num_tokens, seed=1).to(device)
+        x = torch.randn(num_tokens, shape.hidden, device=device, dtype=torch.bfloat16)
+        out = torch.full_like(x, torch.nan)
+        call = peer.bind(weights, x, routing.topk_idx, routing.topk_weights, out)
+        given = call()
+        y = given if isinstance(given, torch.Tensor) else out
+        exact = moe_exact(x, experts, routing.topk_idx, routing.topk_weights, torch.float32)
+        cosine = min(cosine, float(torch.nn.functional.cosine_similarity(exact, y.float(), dim=1).min().nan_to_num(-1)))
+        if device.type == "cuda" and capturable:
+            try:
+                capture([call]).replay()
+                torch.cuda.synchronize()
+            except RuntimeError:
+                # What a failed capture leaves behind would disturb the next one: this process tries no other.
+                capturable = False
+                break
+    return {"cosine": cosine, "capturable": capturable}
+
+
+def start_trials(
+    names: list[str], model: str, format: str, device: torch.device, verdicts: dict[str, list[str]]
+) -> dict[str, subprocess.Popen[str]]:
+    """A process for each peer that may serve this layer, all running at once; the others' verdicts say why not."""
+    command = [sys.executable, __file__, "--trial", "--models", model, "--formats", format, "--device", str(device)]
+    running: dict[str, subprocess.Popen[str]] = {}
+    for name in names:
+        reason = why_not(name, parse_shape(model), format, device)
+        if reason is None:
+            pipe = subprocess.PIPE
+            running[name] = subprocess.Popen([*command, "--peers", name], stdout=pipe, stderr=pipe, text=True)
+        else:
+            verdicts[name].append(f"{model} {format}: left out, {reason}")
+    return running
+
+
+def finish_trials(
+    running: dict[str, subprocess.Popen[str]],
+    model: str,
+    format: str,
+    device: torch.device,
+    verdicts: dict[str, list[str]],
+) -> list[Peer]:
+    """The peers that ran and were right; adds to each one's verdicts what came of it."""
+    peers: list[Peer] = []
+    for name, process in running.items():
+        said = outcome(process)
+        where = f"{model} {format}"
+        if said.get("error"):
+            verdicts[name].append(f"{where}: left out, {said['error']}")
+        elif said["cosine"] < LEAST_COSINE:
+            verdicts[name].append(f"{where}: left out, its result is wrong (cosine {said['cosine']:.4f})")
+        else:
+            (peer,) = find_peers([name], parse_shape(model), format, device)[0]
+            peers.append(replace(peer, capturable=said["capturable"]))
+            how = "in a CUDA graph" if said["capturable"] else "call by call"
+            verdicts[name].append(f"{where}: timed {how}, cosine {said['cosine']:.6f}, {peer.note}")
+    return peers
+
+
+def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a trial printed, or how it died."""
+    try:
+        out, err = process.communicate(timeout=TRIAL_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"error": f"gave no answer in {TRIAL_SECONDS} s"}
+    lines = out.strip().splitlines()
+    if process.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    last = (err.strip().splitlines() or ["no message"])[-1]
+    return {"error": f"died with exit code {process.returncode}: {last}"}
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main())

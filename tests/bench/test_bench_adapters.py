@@ -1,0 +1,251 @@
+"""Adapters of other libraries' layers: a stand-in for each library computes the layer from what it is handed."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from warpring import ArgumentError
+from warpring.bench import adapters
+from warpring.bench.adapters import ADAPTERS, find_peers, logits_of, why_not
+from warpring.bench.inputs import make_routing, random_experts
+from warpring.bench.records import load
+from warpring.bench.shapes import MODELS, LayerShape
+from warpring.reference import moe_exact
+
+SHAPE = LayerShape("h256xi128xe8xk2", hidden=256, intermediate=128, num_experts=8, topk=2)
+CPU = torch.device("cpu")
+SCRIPT = Path(__file__).parents[2] / "bench" / "peers.py"
+
+
+def dense(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """[E, rows, cols] FP32 from codes and one scale a block of 128 x 128."""
+    weight = weight.float()
+    if scale is None:
+        return weight
+    return weight * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : weight.shape[1], : weight.shape[2]]
+
+
+def compute(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    up_first: bool = False,
+) -> torch.Tensor:
+    y = torch.zeros(x.shape[0], w2.shape[1])
+    for token in range(x.shape[0]):
+        for slot in range(ids.shape[1]):
+            expert = int(ids[token, slot])
+            first, second = (w13[expert] @ x[token].float()).chunk(2)
+            gate, up = (second, first) if up_first else (first, second)
+            y[token] += weights[token, slot] * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    return y.bfloat16()
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    """A module of that name, and its parents, in sys.modules."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        parent = ".".join(parts[:count])
+        if parent not in sys.modules or not hasattr(sys.modules[parent], "stand_in"):
+            module = ModuleType(parent)
+            vars(module).update(stand_in=True, __version__="1.2", __path__=[])
+            monkeypatch.setitem(sys.modules, parent, module)
+    vars(sys.modules[name]).update(contents)
+
+
+def run_peer(monkeypatch: pytest.MonkeyPatch, name: str, format: str) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The peer's result, the exact one, and the peer's note."""
+    peer = ADAPTERS[name].make(SHAPE, format)
+    experts = random_experts(SHAPE, format, CPU, seed=3)
+    routing = make_routing(SHAPE, 3, seed=4)
+    x = torch.randn(3, SHAPE.hidden).bfloat16()
+    out = torch.full_like(x, torch.nan)
+    given = peer.bind(peer.prepare(experts), x, routing.topk_idx, routing.topk_weights, out)()
+    exact = moe_exact(x, experts, routing.topk_idx, routing.topk_weights, torch.float32)
+    return (given if isinstance(given, torch.Tensor) else out), exact, peer.note
+
+
+def assert_close(found: tuple[torch.Tensor, torch.Tensor, str]) -> None:
+    cosine = torch.nn.functional.cosine_similarity(found[0].float(), found[1], dim=1).min()
+    assert cosine > 0.9999
+    assert found[0].float().norm() == pytest.approx(float(found[1].norm()), rel=1e-2)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_transformers_computes_our_layer(monkeypatch: pytest.MonkeyPatch, implementation: str) -> None:
+    pytest.importorskip("transformers")
+    found = run_peer(monkeypatch, f"transformers_{implementation}", "bf16")
+    assert_close(found)
+    assert found[2].startswith("transformers 5.")
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
+def test_vllm_is_handed_our_layer(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    def fused_experts(
+        x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+        quant_config: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        assert topk_ids.dtype == torch.int32
+        assert (quant_config is None) == (format == "bf16")
+        scales = (quant_config.w1_scale, quant_config.w2_scale) if quant_config else (None, None)
+        return compute(x, dense(w1, scales[0]), dense(w2, scales[1]), topk_weights, topk_ids)
+
+    module = "vllm.model_executor.layers.fused_moe"
+    stand_in(monkeypatch, f"{module}.fused_moe", fused_experts=fused_experts)
+    stand_in(monkeypatch, f"{module}.config", fp8_w8a8_moe_quant_config=lambda **settings: SimpleNamespace(**settings))
+    found = run_peer(monkeypatch, "vllm_triton", format)
+    assert_close(found)
+    assert ("activations quantised" in found[2]) == (format == "fp8_block")
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
+def test_sglang_is_handed_our_layer(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    def fused_experts(
+        x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, moe_runner_config: Any,
+        use_fp8_w8a8: bool = False, w1_scale: torch.Tensor | None = None, w2_scale: torch.Tensor | None = None,
+        block_shape: list[int] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        weights, ids, _ = topk_output
+        assert use_fp8_w8a8 == (format == "fp8_block")
+        assert not moe_runner_config.inplace
+        return compute(x, dense(w1, w1_scale), dense(w2, w2_scale), weights, ids)
+
+    base = "sglang.srt.layers.moe"
+    stand_in(monkeypatch, f"{base}.moe_runner.triton_utils.fused_moe", fused_experts=fused_experts)
+    stand_in(monkeypatch, f"{base}.moe_runner", MoeRunnerConfig=lambda **settings: SimpleNamespace(**settings))
+    stand_in(monkeypatch, f"{base}.topk", StandardTopKOutput=lambda *fields: fields)
+    assert_close(run_peer(monkeypatch, "sglang_triton", format))
+
+
+def test_mono_moe_is_handed_our_layer_and_logits_of_our_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mono_moe(
+        x: torch.Tensor, logits: torch.Tensor, up: torch.Tensor, up_scale: torch.Tensor, down: torch.Tensor,
+        down_scale: torch.Tensor, top_k: int, scoring_func: str, renormalize: bool, *, out: torch.Tensor,
+        scratchpad: str, interleave_up: bool,
+    ) -> None:  # fmt: skip
+        assert (scoring_func, renormalize, interleave_up, scratchpad) == ("softmax", True, False, "pad of cpu")
+        weights, ids = logits.float().softmax(1).topk(top_k)
+        weights = weights / weights.sum(1, keepdim=True)
+        out.copy_(compute(x, dense(up.flip(1), up_scale), dense(down, down_scale), weights, ids))
+
+    contents = {
+        "mono_moe": mono_moe,
+        "has_monomoe": lambda: True,
+        "alloc_scratchpad": lambda device: f"pad of {device}",
+        "interleave_for_tma_wgmma_up": lambda w: w.view(torch.uint8).flip(1).view(w.dtype),
+    }
+    stand_in(monkeypatch, "flashinfer.fused_moe", **contents)
+    monkeypatch.setattr(adapters, "MONO_SHAPE", (SHAPE.hidden, SHAPE.intermediate, SHAPE.num_experts))
+    monkeypatch.setattr(torch.Tensor, "flip", flip_bytes(torch.Tensor.flip))
+    assert_close(run_peer(monkeypatch, "flashinfer_mono_moe", "fp8_block"))
+    assert ADAPTERS["flashinfer_mono_moe"].make(SHAPE, "fp8_block").most_tokens == 8
+
+
+def flip_bytes(flip: Any) -> Any:
+    """torch cannot flip FP8 tensors everywhere."""
+
+    def flipped(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+        if tensor.element_size() == 1:
+            return flip(tensor.view(torch.uint8), *dims).view(tensor.dtype)
+        return flip(tensor, *dims)
+
+    return flipped
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
+def test_flashinfer_cutlass_is_handed_the_up_rows_first(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    def cutlass_fused_moe(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, fc1_expert_weights: torch.Tensor,
+        fc2_expert_weights: torch.Tensor, output_dtype: torch.dtype, quant_scales: list[torch.Tensor],
+        output: torch.Tensor, use_deepseek_fp8_block_scale: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        assert use_deepseek_fp8_block_scale == (format == "fp8_block") == bool(quant_scales)
+        scales = quant_scales or [None, None]
+        w13, w2 = dense(fc1_expert_weights, scales[0]), dense(fc2_expert_weights, scales[1])
+        return output.copy_(compute(x, w13, w2, weights, ids, up_first=True))
+
+    stand_in(monkeypatch, "flashinfer.fused_moe", cutlass_fused_moe=cutlass_fused_moe)
+    assert_close(run_peer(monkeypatch, "flashinfer_cutlass", format))
+
+
+def test_logits_give_the_routing_back() -> None:
+    routing = make_routing(SHAPE, 5, seed=1)
+    weights, ids = logits_of(8, routing.topk_idx, routing.topk_weights).float().softmax(1).topk(2)
+    ours = routing.topk_weights.gather(1, routing.topk_weights.argsort(1, descending=True))
+    torch.testing.assert_close(weights / weights.sum(1, keepdim=True), ours, atol=0.01, rtol=0)
+    assert torch.equal(ids.sort(1).values, routing.topk_idx.sort(1).values)
+
+
+def test_batched_mm_sits_out_where_its_copies_would_not_fit() -> None:
+    pytest.importorskip("transformers")
+    most = ADAPTERS["transformers_batched_mm"].make(MODELS["qwen3-30b-a3b"], "bf16").most_tokens
+    assert most == (8 << 30) // (8 * 3 * 2048 * 768 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "format", "device", "reason"),
+    [
+        ("transformers_grouped_mm", "qwen3-30b-a3b", "mxfp8", "cpu", "takes bf16, not mxfp8"),
+        ("vllm_triton", "qwen3-30b-a3b", "bf16", "cpu", "needs a GPU"),
+        ("vllm_triton", "gpt-oss-20b", "bf16", "cuda", "SiLU without biases"),
+    ],
+)
+def test_peers_that_do_not_serve_a_layer_say_why(name: str, model: str, format: str, device: str, reason: str) -> None:
+    said = why_not(name, MODELS[model], format, torch.device(device))
+    assert said is not None
+    assert reason in said
+    assert find_peers([name], MODELS[model], format, torch.device(device)) == ([], {name: said})
+
+
+def test_missing_and_broken_libraries_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    stand_in(monkeypatch, "flashinfer.fused_moe", has_monomoe=lambda: False)
+    names = ["sglang_triton", "flashinfer_mono_moe", "flashinfer_cutlass"]
+    peers, left_out = find_peers(names, MODELS["qwen3-30b-a3b"], "fp8_block", torch.device("cuda"))
+    assert peers == []
+    assert left_out["sglang_triton"].startswith("cannot be imported: ModuleNotFoundError")
+    assert left_out["flashinfer_mono_moe"] == "is built for 256 experts of 2048 x 512 alone"
+    assert left_out["flashinfer_cutlass"] == "is not part of this FlashInfer"
+
+
+def test_unknown_peer_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"must hold transformers_batched_mm.*got 'tensorrt'"):
+        find_peers(["tensorrt"], SHAPE, "bf16", CPU)
+
+
+def test_script_records_the_peers_that_are_there_and_names_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    output = tmp_path / "peers.jsonl"
+    argv = [
+        "peers.py", "--device", "cpu", "--models", "h64xi32xe4xk2", "--formats", "bf16", "--batches", "2",
+        "--repeats", "1", "--paths", "reference", "--peers", "transformers_grouped_mm,vllm_triton", "--output", str(output),
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert [rec["impl"] for rec in load(output)] == ["warpring", "transformers_grouped_mm"]
+    said = capsys.readouterr().out
+    assert "vllm_triton               h64xi32xe4xk2 bf16: left out, needs a GPU" in said
+    assert "transformers_grouped_mm   h64xi32xe4xk2 bf16: timed in a CUDA graph, cosine 0.99" in said
+
+
+def test_trial_of_a_dying_peer_is_told_not_suffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(SCRIPT))
+    popen = script["subprocess"].Popen
+    pipes = {"stdout": -1, "stderr": -1, "text": True}
+    dead = popen([sys.executable, "-c", "import os, sys; print('bad luck', file=sys.stderr); os._exit(3)"], **pipes)
+    assert script["outcome"](dead) == {"error": "died with exit code 3: bad luck"}
+    fine = popen([sys.executable, "-c", f"print('chatter'); print({json.dumps(json.dumps({'cosine': 1.0}))})"], **pipes)
+    assert script["outcome"](fine) == {"cosine": 1.0}
