@@ -149,9 +149,7 @@ void pdl_launch_dependents_at(Site) {
     ++cta.grid->released;
 }
 
-uint64_t clock_ns() {
-    return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
-}
+uint64_t clock_ns() { return machine->clock_ns += 10; }
 
 uint32_t resident_slot() { return running()->cta->slot; }
 
@@ -218,50 +216,82 @@ bool mbarrier_wait_at(uint32_t address, uint32_t parity, bool may_block, Site si
     return barrier.phase % 2 != parity;
 }
 
-void bulk_copy_at(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier, Site site) {
-    find_mbarrier(barrier, "a bulk copy", site);
-    unsigned char* to = shared_pointer(dst, bytes, 16, "a bulk copy", site);
-    if (bytes == 0 || bytes % 16 || reinterpret_cast<size_t>(src) % 16)
-        fail(site, "a bulk copy of %u bytes from %p: both must be multiples of 16", bytes, src);
-    memset(to, kPoison, bytes);  // from now on the copy engine may write there
-    ++running()->cta->copies_in_flight;
-    machine->copies.push_back({running()->cta, nullptr, to, static_cast<const unsigned char*>(src), bytes, barrier, 0, site});
+namespace {
+
+void request(AsyncCopy::Kind kind, void* dst, const void* src, uint32_t bytes, uint32_t barrier, const char* operation,
+             Site site) {
+    const uint32_t unit = kind == AsyncCopy::kLane ? bytes : 16;
+    for (const void* address : {static_cast<const void*>(dst), src})
+        if (bytes == 0 || bytes % unit || reinterpret_cast<size_t>(address) % unit)
+            fail(site, "%s of %u bytes from %p to %p: not all multiples of %u", operation, bytes, src, dst, unit);
+    Fiber* me = running();
+    ++me->cta->copies_in_flight;
+    memset(dst, kPoison, bytes);
+    machine->copies.push_back({kind, me->cta, me, static_cast<unsigned char*>(dst), static_cast<const unsigned char*>(src),
+                               bytes, barrier, me->group[kind]});
+}
+
+// Whether some of the owner's copies of that kind, in groups before `end`, are not done yet.
+bool pending(const Fiber* owner, AsyncCopy::Kind kind, int end) {
+    for (const AsyncCopy& copy : machine->copies)
+        if (copy.owner == owner && copy.kind == kind && copy.group < end) return true;
+    return false;
+}
+
+void arrive(Cta& cta, uint32_t barrier) {
+    MBarrier& found = cta.mbarriers[barrier];
+    --found.pending;
+    settle(found);
+}
+
+}  // namespace
+
+void bulk_load_at(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier, Site site) {
+    find_mbarrier(barrier, "bulk_load", site);
+    request(AsyncCopy::kBulkLoad, shared_pointer(dst, bytes, 16, "bulk_load", site), src, bytes, barrier, "bulk_load", site);
 }
 
 void bulk_store_at(void* dst, uint32_t src, uint32_t bytes, Site site) {
-    const unsigned char* from = shared_pointer(src, bytes, 16, "a bulk store", site);
-    if (bytes == 0 || bytes % 16 || reinterpret_cast<size_t>(dst) % 16)
-        fail(site, "a bulk store of %u bytes to %p: both must be multiples of 16", bytes, dst);
-    Fiber* me = running();
-    ++me->cta->copies_in_flight;
-    machine->copies.push_back({me->cta, me, static_cast<unsigned char*>(dst), from, bytes, 0, me->store_group, site});
+    request(AsyncCopy::kBulkStore, dst, shared_pointer(src, bytes, 16, "bulk_store", site), bytes, 0, "bulk_store", site);
 }
 
-void bulk_commit_at() { ++running()->store_group; }
+void lane_copy_at(uint32_t dst, const void* src, uint32_t bytes, Site site) {
+    request(AsyncCopy::kLane, shared_pointer(dst, bytes, bytes, "cp_async", site), src, bytes, 0, "cp_async", site);
+}
 
-void bulk_wait_at(int groups_left, Site site) {
+void lane_copies_arrive_at(uint32_t barrier, Site site) {
+    if (find_mbarrier(barrier, "cp_async_arrive", site).pending == 0) fail(site, "cp_async_arrive beyond the arrivals of the phase");
     Fiber* me = running();
-    for (;;) {
-        bool pending = false;
-        for (const BulkCopy& copy : machine->copies)
-            pending |= copy.owner == me && copy.group < me->store_group - groups_left;
-        if (!pending) return;
-        block("bulk_wait", site);
-    }
+    const int group = me->group[AsyncCopy::kLane]++;
+    if (pending(me, AsyncCopy::kLane, group + 1)) me->lane_arrivals.push_back({group, barrier});
+    else arrive(*me->cta, barrier);
+}
+
+void commit_copies(Copies kind) { ++running()->group[int(kind)]; }
+
+void wait_for_copies(Copies kind, int groups_left, Site site) {
+    Fiber* me = running();
+    while (pending(me, AsyncCopy::Kind(kind), me->group[int(kind)] - groups_left)) block("a wait for copies", site);
 }
 
 void complete_copy(size_t index) {
-    const BulkCopy copy = machine->copies[index];
+    const AsyncCopy copy = machine->copies[index];
     machine->copies.erase(machine->copies.begin() + index);
     memcpy(copy.dst, copy.src, copy.bytes);
     --copy.cta->copies_in_flight;
-    if (copy.owner != nullptr) {
-        if (copy.owner->state == State::kBlocked && strcmp(copy.owner->waits_for, "bulk_wait") == 0) make_ready(copy.owner);
+    if (copy.kind == AsyncCopy::kBulkLoad) {
+        MBarrier& barrier = copy.cta->mbarriers[copy.barrier];
+        barrier.expected_bytes -= copy.bytes;
+        settle(barrier);
         return;
     }
-    MBarrier& barrier = copy.cta->mbarriers[copy.barrier];
-    barrier.expected_bytes -= copy.bytes;
-    settle(barrier);
+    Fiber* owner = copy.owner;
+    auto& arrivals = owner->lane_arrivals;
+    while (!arrivals.empty() && !pending(owner, AsyncCopy::kLane, arrivals.front().group + 1)) {
+        arrive(*copy.cta, arrivals.front().barrier);
+        arrivals.erase(arrivals.begin());
+    }
+    if (owner->state == State::kBlocked && strcmp(owner->waits_for, "a wait for copies") == 0) make_ready(owner);
 }
 
 }  // namespace cuda_on_cpu

@@ -61,47 +61,35 @@ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 
 // ---- tensor cores of a warp ----------------------------------------------------------------------------------------
 
-// d += a * b for one 16 x 8 tile over 16 columns of 16-bit values; this lane's four sums, rounded once each.
-template <class Decode>
-inline void mma_m16n8k16(float (&d)[4], const uint32_t (&words)[6], const char* operation, Decode decode, Site site) {
+// d += a * b for one 16 x 8 tile; a register holds 32 / bits values, and lane 4 g + q has rows g and g + 8 of A, column g of B.
+template <class Format, int depth>
+inline void mma(float (&d)[4], const uint32_t (&words)[6], const char* operation, Site site) {
     const Gathered all = gather(0xffffffffu, operation, words, 6, true, site);
-    const Slots& slots = *all.slots;
+    constexpr int in_word = depth / 8;
+    constexpr uint32_t mask = (1u << Format::kBits) - 1;
     const int g = current->lane / 4, q = current->lane % 4;
+    const auto value = [&](int lane, int word, int k) {
+        return Format::value((*all.slots)[lane][word] >> (k % in_word * Format::kBits) & mask);
+    };
     for (int i = 0; i < 4; ++i) {
-        const int row = g + i / 2 * 8, column = q * 2 + i % 2;
-        double sum = d[i];
-        for (int k = 0; k < 16; ++k) {
-            const int pair = k % 8 / 2, shift = k % 2 * 16;
-            const uint32_t a = slots[row % 8 * 4 + pair][(k / 8) * 2 + row / 8] >> shift;
-            const uint32_t b = slots[column * 4 + pair][4 + k / 8] >> shift;
-            sum += double(decode(a & 0xffffu)) * decode(b & 0xffffu);
+        float a[depth], b[depth];
+        for (int k = 0; k < depth; ++k) {
+            const int half = k / (depth / 2), lane = k % (depth / 2) / in_word;
+            a[k] = value(g * 4 + lane, half * 2 + i / 2, k);
+            b[k] = value((q * 2 + i % 2) * 4 + lane, 4 + half, k);
         }
-        d[i] = float(sum);
+        d[i] = tensor_core_sum(a, b, depth, d[i], Format::kMinExponent, 25, 23);
     }
 }
-inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, Site site = here()) {
-    mma_m16n8k16(d, {a0, a1, a2, a3, b0, b1}, "mma_bf16", bf16_to_float, site);
-}
-inline void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, Site site = here()) {
-    mma_m16n8k16(d, {a0, a1, a2, a3, b0, b1}, "mma_f16", half_to_float, site);
-}
-// 16 x 8 over 32 columns of E4M3.
-inline void mma_e4m3(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, Site site = here()) {
-    const uint32_t words[6] = {a0, a1, a2, a3, b0, b1};
-    const Gathered all = gather(0xffffffffu, "mma_e4m3", words, 6, true, site);
-    const int g = current->lane / 4, q = current->lane % 4;
-    for (int i = 0; i < 4; ++i) {
-        const int row = g + i / 2 * 8, column = q * 2 + i % 2;
-        double sum = d[i];
-        for (int k = 0; k < 32; ++k) {
-            const int quad = k % 16 / 4, shift = k % 4 * 8;
-            const uint32_t a = (*all.slots)[row % 8 * 4 + quad][(k / 16) * 2 + row / 8] >> shift;
-            const uint32_t b = (*all.slots)[column * 4 + quad][4 + k / 16] >> shift;
-            sum += double(e4m3_to_float(a)) * e4m3_to_float(b);
-        }
-        d[i] = float(sum);
+#define MMA(name, format, depth)                                                                                  \
+    inline void name(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, \
+                     Site site = here()) {                                                                        \
+        mma<format, depth>(d, {a0, a1, a2, a3, b0, b1}, #name, site);                                             \
     }
-}
+MMA(mma_bf16, BFloat16, 16)
+MMA(mma_f16, Half, 16)
+MMA(mma_e4m3, E4M3, 32)
+#undef MMA
 
 // Matrices of 8 rows of 16 bytes; lane i gives the address of row i % 8 of matrix i / 8 and gets word lane % 4 of row
 // lane / 4 of each.
@@ -162,7 +150,7 @@ inline void mbarrier_arrive_expect_tx(uint32_t smem_barrier, uint32_t bytes, Sit
 }
 inline void bulk_load(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier, Site site = here()) {
     mbarrier_arrive_at(smem_barrier, 1, bytes, site);
-    bulk_copy_at(smem_dst, gmem_src, bytes, smem_barrier, site);
+    bulk_load_at(smem_dst, gmem_src, bytes, smem_barrier, site);
 }
 inline bool mbarrier_try_wait(uint32_t smem_barrier, uint32_t parity, Site site = here()) {
     return mbarrier_wait_at(smem_barrier, parity, true, site);
@@ -171,10 +159,18 @@ inline bool mbarrier_test_wait(uint32_t smem_barrier, uint32_t parity, Site site
     return mbarrier_wait_at(smem_barrier, parity, false, site);
 }
 inline void bulk_store(void* gmem_dst, uint32_t smem_src, uint32_t bytes, Site site = here()) { bulk_store_at(gmem_dst, smem_src, bytes, site); }
-inline void bulk_commit() { bulk_commit_at(); }
+inline void bulk_commit() { commit_copies(Copies::kBulkStores); }
 template <int groups_left>
 inline void bulk_wait_read(Site site = here()) {
-    bulk_wait_at(groups_left, site);
+    wait_for_copies(Copies::kBulkStores, groups_left, site);
+}
+
+inline void cp_async_16(uint32_t smem_dst, const void* gmem_src, Site site = here()) { lane_copy_at(smem_dst, gmem_src, 16, site); }
+inline void cp_async_arrive(uint32_t smem_barrier, Site site = here()) { lane_copies_arrive_at(smem_barrier, site); }
+inline void cp_async_commit() { commit_copies(Copies::kLanes); }
+template <int groups_left>
+inline void cp_async_wait(Site site = here()) {
+    wait_for_copies(Copies::kLanes, groups_left, site);
 }
 
 }  // namespace cuda_on_cpu

@@ -53,8 +53,8 @@ Gathered gather(uint32_t mask, const char* operation, const uint32_t* words, int
 // Returns how many threads came with `vote`.
 int barrier(int id, int threads, bool wait, bool vote, const char* operation, Site site);
 
-// Lets others run: what a thread polls may change meanwhile.
-void poll(const char* what, Site site);
+// Lets others run: what a thread polls may change meanwhile. `changes` says that it does something other than look.
+void poll(const char* what, Site site, bool changes = false);
 
 void pdl_wait_at(Site site);
 void pdl_launch_dependents_at(Site site);
@@ -69,13 +69,18 @@ size_t reserve_static_shared(size_t bytes, size_t alignment);
 void mbarrier_init_at(uint32_t address, uint32_t arrivals, Site site);
 void mbarrier_arrive_at(uint32_t address, uint32_t arrivals, uint32_t expected_bytes, Site site);
 bool mbarrier_wait_at(uint32_t address, uint32_t parity, bool may_block, Site site);
-void bulk_copy_at(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier, Site site);
+
+// Copies happen at any time from the request on; their destination is poisoned at once.
+void bulk_load_at(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier, Site site);
 void bulk_store_at(void* dst, uint32_t src, uint32_t bytes, Site site);
-void bulk_commit_at();
-void bulk_wait_at(int groups_left, Site site);
+void lane_copy_at(uint32_t dst, const void* src, uint32_t bytes, Site site);
+void lane_copies_arrive_at(uint32_t barrier, Site site);
+enum class Copies { kBulkStores = 1, kLanes = 2 };
+void commit_copies(Copies kind);
+void wait_for_copies(Copies kind, int groups_left, Site site);
+
 uint32_t resident_slot();
 uint64_t clock_ns();
-
 
 // ---- tensor core work of a warpgroup, done when it is waited for
 void wgmma_fence_at(Site site);

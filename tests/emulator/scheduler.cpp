@@ -164,7 +164,7 @@ void check_warpgroups(const Cta& cta) {
 }
 
 void finish_cta(Cta* cta) {
-    if (cta->copies_in_flight) abandon(name_of(*cta) + ": ended with bulk copies in flight");
+    if (cta->copies_in_flight) abandon(name_of(*cta) + ": ended with copies in flight");
     check_canaries(*cta);
     check_warpgroups(*cta);
     Grid& grid = *cta->grid;
@@ -216,6 +216,7 @@ void run_fiber(Fiber* fiber) {
     switch_to(machine->scheduler, fiber->context);
     current = nullptr;
     if (fiber->state == State::kPolling) machine->polling.push_back(fiber);
+    else machine->idle_rounds = 0;
     if (fiber->state != State::kDone) return;
     Cta* cta = fiber->cta;
     --cta->live;
@@ -229,27 +230,37 @@ void wake_polling() {
     for (Fiber* fiber : polling) make_ready(fiber);
 }
 
-void check_time() {
+// Everybody polls. Time goes by, in steps that grow while nothing else happens: waits that are bounded in time give up
+// soon, and the same way in every run.
+void let_time_pass() {
+    constexpr uint64_t kSlowest = 20, kMostRounds = 1 << 22;
+    const uint64_t round = machine->idle_rounds++;
+    machine->clock_ns += 1000ull << std::min<uint64_t>(round / 64, kSlowest);
+    if (round % 1024) return;
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - machine->start;
-    if (elapsed.count() > machine->options.timeout_s)
+    if (elapsed.count() > machine->options.timeout_s || round > kMostRounds)
         abandon(deadlock_report("nothing but polling for too long: what these threads wait for does not come"));
 }
 
 void schedule() {
-    uint64_t idle = 0;
+    const bool at_random = machine->options.seed != 0;
+    const auto complete_one = [&] {
+        complete_copy(at_random ? machine->random() % machine->copies.size() : 0);
+        machine->idle_rounds = 0;
+    };
     for (;;) {
-        if (start_ctas()) idle = 0;
-        if (!machine->copies.empty() && machine->by_chance(8)) complete_copy(machine->random() % machine->copies.size());
+        if (start_ctas()) machine->idle_rounds = 0;
+        if (!machine->copies.empty() && machine->by_chance(8)) complete_one();
         if (!machine->polling.empty() && machine->by_chance(16)) wake_polling();
         if (!machine->ready.empty()) {
             Fiber* fiber = machine->ready.top().second;
             machine->ready.pop();
             run_fiber(fiber);
         } else if (!machine->copies.empty()) {
-            complete_copy(machine->options.seed ? machine->random() % machine->copies.size() : 0);
+            complete_one();
         } else if (!machine->polling.empty()) {
             wake_polling();
-            if (++idle % 1024 == 0) check_time();
+            let_time_pass();
         } else if (!machine->resident.empty()) {
             abandon(deadlock_report("deadlock: every thread waits"));
         } else {
@@ -281,7 +292,8 @@ void block(const char* waits_for, Site site) {
     switch_to(me->context, machine->scheduler);
 }
 
-void poll(const char* what, Site site) {
+void poll(const char* what, Site site, bool changes) {
+    if (changes) machine->idle_rounds = 0;
     Fiber* me = running();
     me->state = State::kPolling;
     me->waits_for = what;

@@ -13,6 +13,7 @@ from pathlib import Path
 _OPAQUE = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"\((?:.*?)\)"|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.S | re.M
 )
+_FUNCTION_HEAD = re.compile(r"\)\s*(?:const|noexcept|->[\s\w:<>,&*]+)*$|^\s*namespace\s+\w+\s*$")
 _EXTERN_SHARED = re.compile(
     r"extern\s+__shared__\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)([\w:]+)\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)(\w+)\s*\[\s*\]\s*;"
 )
@@ -38,25 +39,19 @@ def _definitions(text: str) -> list[tuple[int, int]]:
     """(start, end) of every top-level declaration or definition."""
     code = _blank(text)
     found: list[tuple[int, int]] = []
-    depth, start, has_body = 0, 0, False
+    depth = start = 0
+    is_function = False
     for at, char in enumerate(code):
         if char == "{":
+            if depth == 0:
+                is_function = _FUNCTION_HEAD.search(code[start:at]) is not None
             depth += 1
         elif char == "}":
             depth -= 1
-            if depth == 0:
-                has_body = True
-                head = code[start:at].lstrip()
-                # A struct ends at its semicolon, a function or namespace at its brace.
-                if (
-                    not re.match(r"(?:template\s*<[^{]*>\s*)?(?:struct|class|union|enum)\b", head)
-                    and "=" not in head.split("{")[0]
-                ):
-                    found.append((start, at + 1))
-                    start, has_body = at + 1, False
-        elif char == ";" and depth == 0:
+        # A function ends at its brace, everything else at a semicolon.
+        if depth == 0 and (char == ";" or (char == "}" and is_function)):
             found.append((start, at + 1))
-            start, has_body = at + 1, False
+            start, is_function = at + 1, False
     return found
 
 
@@ -83,19 +78,22 @@ def _has_assembly(text: str) -> bool:
 
 def emulated(text: str, path: str) -> str:
     """`text` of the file `path`, ready to compile with cuda_on_cpu.hpp."""
-    out, last = [], 0
+    definitions = [text[start:end] for start, end in _definitions(text)]
+    kept = " ".join(_blank(definition) for definition in definitions if not _has_assembly(definition))
+    out: list[str] = []
+    last = 0
     for start, end in _definitions(text):
         definition = text[start:end]
         if not _has_assembly(definition):
             continue
-        code = _blank(definition)
-        first = start + len(code) - len(code.lstrip())
-        if re.match(r"(?:struct|class|union|namespace)\b", code.lstrip()):
-            raise ValueError(
-                f"{path}: inline assembly inside `{code.split('{')[0].strip()}`; put it into a function of its own"
-            )
-        name = _function(definition.split("{")[0]).name
-        out += [text[last:first], f"using ::cuda_on_cpu::{name};", "\n" * text[first:end].count("\n")]
+        head = _blank(definition).split("{")[0]
+        if re.match(r"\s*(?:struct|class|union|namespace)\b", head):
+            raise ValueError(f"{path}: inline assembly inside `{head.strip()}`; put it into a function of its own")
+        name = _function(head).name
+        # An overload that stays would hide the emulated ones.
+        using = f"using ::cuda_on_cpu::{name};" if re.search(rf"\b{name}\s*\([^;{{]*\)\s*\{{", kept) else ""
+        first = start + len(head) - len(head.lstrip())
+        out += [text[last:first], using, "\n" * text[first:end].count("\n")]
         last = end
     text = "".join([*out, text[last:]])
     text = _EXTERN_SHARED.sub(_extern_shared, text)

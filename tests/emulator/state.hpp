@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <memory>
 #include <queue>
 #include <random>
@@ -78,15 +79,22 @@ struct MBarrier {
     std::vector<Fiber*> waiting;
 };
 
-// A bulk copy that the copy engine has not done yet.
-struct BulkCopy {
+// A copy that has been requested and not done yet: by the copy engine, or a lane's own cp.async.
+struct AsyncCopy {
+    enum Kind { kBulkLoad, kBulkStore, kLane } kind;
     Cta* cta;
-    Fiber* owner;  // null for loads
+    Fiber* owner;
     unsigned char* dst;
     const unsigned char* src;
-    uint32_t bytes, barrier;
+    uint32_t bytes;
+    uint32_t barrier;  // of a bulk load
+    int group;         // of the owner's copies of this kind
+};
+
+// An arrival that a lane's copies make once they are done.
+struct LaneArrival {
     int group;
-    Site site;
+    uint32_t barrier;
 };
 
 // One wgmma of one lane: four lanes' registers of A, where B lies, where the sums go.
@@ -121,7 +129,8 @@ struct Fiber : ThreadView {
     int votes;
     Meeting* meeting;
     WarpgroupState warpgroup;
-    int store_group;  // the bulk group that is being filled; all before it are committed
+    int group[3];  // per AsyncCopy::Kind: the group that is being filled; all before it are committed
+    std::vector<LaneArrival> lane_arrivals;
 };
 
 struct Cta {
@@ -160,9 +169,11 @@ struct Machine {
     std::vector<std::unique_ptr<Cta>> resident;
     std::priority_queue<std::pair<uint64_t, Fiber*>> ready;
     std::vector<Fiber*> polling;
-    std::vector<BulkCopy> copies;
+    std::deque<AsyncCopy> copies;
     std::mt19937_64 random;
     uint64_t turns = 0;
+    uint64_t clock_ns = 0;     // moves when all that happens is polling
+    uint64_t idle_rounds = 0;  // of polling, since something else happened
     Context main, scheduler;
     Guarded scheduler_stack;
     std::string report;

@@ -3,41 +3,68 @@
 // All threads of a run share one thread of the system, so every access is atomic and in order already. Each of these lets
 // other threads run first: what a flag guards is then read or written at any moment that the real machine may choose.
 #pragma once
+#include <unordered_map>
+#include <vector>
+
 #include "ptx.hpp"
 
 namespace cuda_on_cpu {
 
-#define FLAG_LOAD(name, T)                                   \
-    inline T name(const T* gmem_flag, Site site = here()) {  \
-        poll(#name, site);                                   \
-        return load_global<T>(gmem_flag, #name, site);       \
+// ---- copies of single lanes ------------------------------------------------------------------------------------------
+
+struct LaneCopy {
+    uint32_t dst;
+    const void* src;
+};
+inline std::unordered_map<const void*, std::vector<LaneCopy>> lane_copies;  // of each thread, not yet tied to a barrier
+
+inline void cp_async_16(uint32_t smem_dst, const void* gmem_src, Site site = here()) {
+    std::memset(shared_pointer(smem_dst, 16, 16, "cp_async_16", site), 0xff, 16);  // may be written from now on
+    lane_copies[current].push_back({smem_dst, gmem_src});
+}
+// The copies land at any time; the phase completes behind them all.
+inline void cp_async_arrive(uint32_t smem_barrier, Site site = here()) {
+    std::vector<LaneCopy>& copies = lane_copies[current];
+    mbarrier_arrive_at(smem_barrier, 1, 16 * uint32_t(copies.size()), site);
+    for (const LaneCopy& copy : copies) bulk_copy_at(copy.dst, copy.src, 16, smem_barrier, site);
+    copies.clear();
+}
+
+// ---- flags -----------------------------------------------------------------------------------------------------------
+
+#define FLAG_LOAD(name, T, Pointer)                               \
+    inline T name(const Pointer* gmem_flag, Site site = here()) { \
+        poll(#name, site);                                        \
+        return load_global<T>(gmem_flag, #name, site);            \
     }
-FLAG_LOAD(ld_acquire_sys_u32, uint32_t)
-FLAG_LOAD(ld_acquire_sys_u64, uint64_t)
-FLAG_LOAD(ld_acquire_gpu_u32, uint32_t)
-FLAG_LOAD(ld_acquire_gpu_u64, uint64_t)
-FLAG_LOAD(ld_relaxed_sys_u32, uint32_t)
-FLAG_LOAD(ld_relaxed_sys_u64, uint64_t)
-FLAG_LOAD(ld_relaxed_gpu_u32, uint32_t)
-FLAG_LOAD(ld_relaxed_gpu_u64, uint64_t)
+FLAG_LOAD(ld_acquire_sys_u32, uint32_t, uint32_t)
+FLAG_LOAD(ld_acquire_sys_u64, uint64_t, uint64_t)
+FLAG_LOAD(ld_acquire_gpu_u32, uint32_t, uint32_t)
+FLAG_LOAD(ld_acquire_gpu_u64, uint64_t, uint64_t)
+FLAG_LOAD(ld_relaxed_sys_u32, uint32_t, uint32_t)
+FLAG_LOAD(ld_relaxed_sys_u64, uint64_t, uint64_t)
+FLAG_LOAD(ld_relaxed_gpu_u32, uint32_t, uint32_t)
+FLAG_LOAD(ld_relaxed_gpu_u64, uint64_t, uint64_t)
+FLAG_LOAD(ld_relaxed_sys_b128, ulonglong2, void)
+FLAG_LOAD(ld_relaxed_gpu_b128, ulonglong2, void)
 #undef FLAG_LOAD
 
-#define FLAG_STORE(name, T)                                       \
-    inline void name(T* gmem_flag, T value, Site site = here()) { \
-        poll(#name, site);                                        \
-        store_global<T>(gmem_flag, value, #name, site);           \
+#define FLAG_STORE(name, T, Pointer)                                    \
+    inline void name(Pointer* gmem_flag, T value, Site site = here()) { \
+        poll(#name, site, true);                                        \
+        store_global<T>(gmem_flag, value, #name, site);                 \
     }
-FLAG_STORE(st_release_sys_u32, uint32_t)
-FLAG_STORE(st_release_sys_u64, uint64_t)
-FLAG_STORE(st_release_gpu_u32, uint32_t)
-FLAG_STORE(st_release_gpu_u64, uint64_t)
-FLAG_STORE(st_relaxed_sys_u32, uint32_t)
-FLAG_STORE(st_relaxed_sys_u64, uint64_t)
+FLAG_STORE(st_release_sys_u32, uint32_t, uint32_t)
+FLAG_STORE(st_release_sys_u64, uint64_t, uint64_t)
+FLAG_STORE(st_release_gpu_u32, uint32_t, uint32_t)
+FLAG_STORE(st_release_gpu_u64, uint64_t, uint64_t)
+FLAG_STORE(st_relaxed_sys_b128, ulonglong2, void)
+FLAG_STORE(st_relaxed_gpu_b128, ulonglong2, void)
 #undef FLAG_STORE
 
 #define FLAG_UPDATE(name, result, T, expression)                    \
     inline result name(T* gmem_flag, T value, Site site = here()) { \
-        poll(#name, site);                                          \
+        poll(#name, site, true);                                    \
         const T old = load_global<T>(gmem_flag, #name, site);       \
         store_global<T>(gmem_flag, T(expression), #name, site);     \
         return result(old);                                         \
@@ -47,10 +74,14 @@ FLAG_UPDATE(red_add_release_sys_u32, void, uint32_t, old + value)
 FLAG_UPDATE(red_add_release_gpu_u64, void, uint64_t, old + value)
 FLAG_UPDATE(red_add_release_sys_u64, void, uint64_t, old + value)
 FLAG_UPDATE(red_or_release_gpu_u64, void, uint64_t, old | value)
-FLAG_UPDATE(red_or_release_sys_u64, void, uint64_t, old | value)
+FLAG_UPDATE(red_xor_release_gpu_u64, void, uint64_t, old ^ value)
 FLAG_UPDATE(atom_add_acq_rel_gpu_u32, uint32_t, uint32_t, old + value)
 FLAG_UPDATE(atom_add_acq_rel_sys_u32, uint32_t, uint32_t, old + value)
 #undef FLAG_UPDATE
+inline uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uint32_t expected, uint32_t desired, Site site = here()) {
+    poll("atom_cas_relaxed_gpu_u32", site, true);
+    return atomicCAS(gmem, expected, desired);
+}
 
 inline void fence_acq_rel_sys() {}
 inline void fence_acq_rel_gpu() {}

@@ -20,31 +20,34 @@ uint32_t address_of(uint64_t descriptor, int n, int unit) {
     return linear ^ ((linear >> 7 & (row_bytes / 16 - 1)) << 4);
 }
 
-float value_of(Operand operand, const unsigned char* bytes, int k) {
-    if (operand == Operand::kE4M3) return e4m3_to_float(bytes[k]);
-    uint16_t code;
-    memcpy(&code, bytes + 2 * k, 2);
-    return operand == Operand::kHalf ? half_to_float(code) : bf16_to_float(code);
-}
-
-// This lane's share of one product: two rows of A, which four lanes hold together, times all columns.
-void multiply(std::vector<float>& d, const WarpgroupProduct& product) {
-    const int depth = product.operand == Operand::kE4M3 ? 32 : 16;
-    const int bytes = product.operand == Operand::kE4M3 ? 1 : 2;
+// This lane's share of one product: two rows of A, which four lanes hold together, times all columns. A row of A or B is
+// two units of 16 bytes; a register holds four bytes of one.
+template <class Format>
+void multiply(std::vector<float>& d, const WarpgroupProduct& product, int fraction_bits, int result_bits) {
+    constexpr int kDepth = 256 / Format::kBits, kBytes = Format::kBits / 8;
     const int q = current->lane % 4;
+    const auto value = [](const unsigned char* bytes) {
+        uint32_t code = 0;
+        memcpy(&code, bytes, kBytes);
+        return Format::value(code);
+    };
     for (int i = 0; i < int(d.size()); ++i) {
         const int column = i / 4 * 8 + q * 2 + i % 2, low_row = i % 4 / 2;
-        double sum = product.adds ? d[i] : 0.0;
-        for (int unit = 0; unit < 2; ++unit) {
-            const unsigned char* b = shared_pointer(address_of(product.descriptor, column, unit), 16, 16, "wgmma", product.site);
-            for (int k = 0; k < depth / 2; ++k) {
-                const int byte = k * bytes;
-                const auto* a = reinterpret_cast<const unsigned char*>(&product.a[byte / 4][unit * 2 + low_row]);
-                sum += double(value_of(product.operand, a, k % (4 / bytes))) * value_of(product.operand, b, k);
-            }
+        float a[kDepth], b[kDepth];
+        for (int k = 0; k < kDepth; ++k) {
+            const int unit = k / (kDepth / 2), byte = k % (kDepth / 2) * kBytes;
+            const uint32_t at = address_of(product.descriptor, column, unit);
+            a[k] = value(reinterpret_cast<const unsigned char*>(&product.a[byte / 4][unit * 2 + low_row]) + byte % 4);
+            b[k] = value(shared_pointer(at, 16, 16, "wgmma", product.site) + byte);
         }
-        d[i] = float(sum);
+        d[i] = tensor_core_sum(a, b, kDepth, product.adds ? d[i] : 0.f, Format::kMinExponent, fraction_bits, result_bits);
     }
+}
+
+void multiply(std::vector<float>& d, const WarpgroupProduct& product) {
+    if (product.operand == Operand::kE4M3) multiply<E4M3>(d, product, 13, 13);
+    else if (product.operand == Operand::kHalf) multiply<Half>(d, product, 25, 23);
+    else multiply<BFloat16>(d, product, 25, 23);
 }
 
 }  // namespace
