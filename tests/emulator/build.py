@@ -39,17 +39,13 @@ _KERNEL_FLAGS = (
 )
 
 
-_UNIT = """\
-#include "sync_ptx.hpp"
-namespace cuda_on_cpu::kernel {
-#include "@SOURCE@"
-}
-extern "C" void cuda_on_cpu_entry(void* const* arguments) {
-    cuda_on_cpu::call_kernel(&cuda_on_cpu::kernel::ENTRY, arguments);
-}
-extern "C" size_t cuda_on_cpu_argument_sizes(const size_t** sizes) {
-    return cuda_on_cpu::argument_sizes(&cuda_on_cpu::kernel::ENTRY, sizes);
-}
+_ENTRY = """\
+extern "C" void cuda_on_cpu_entry_{0}(void* const* arguments) {{
+    cuda_on_cpu::call_kernel(&cuda_on_cpu::kernel::{0}, arguments);
+}}
+extern "C" size_t cuda_on_cpu_argument_sizes_{0}(const size_t** sizes) {{
+    return cuda_on_cpu::argument_sizes(&cuda_on_cpu::kernel::{0}, sizes);
+}}
 """
 
 
@@ -131,42 +127,58 @@ def runtime() -> ctypes.CDLL:
 
 
 def _needed(directory: Path, source: str) -> list[Path]:
-    """The source and every header that it includes, directly or not."""
+    """The source and every header that it includes, directly or not; a header beside it comes before the project's."""
     found: list[Path] = []
-    todo = [directory / source]
+    todo = [source]
     while todo:
-        path = todo.pop()
-        if path in found:
-            continue
+        name = todo.pop()
+        path = next((path for path in (directory / name, KERNEL_DIR / name) if path.exists()), None)
+        if path is None or path in found:
+            continue  # one that is missing is the compiler's to report, if the macros ask for it
         found.append(path)
-        todo += [directory / name for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.M)]
+        todo += re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.M)
     return found
+
+
+def _unit(source: Path) -> str:
+    """What the compiler gets: the kernel's source in a namespace, and a way into each of its kernels."""
+    entries = re.findall(r'extern\s+"C"\s+__global__[^({;]*?(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(', source.read_text())
+    return "\n".join(
+        [
+            '#include "sync_ptx.hpp"',
+            "namespace cuda_on_cpu::kernel {",
+            f'#include "{source.name}"',
+            "}",
+            *(_ENTRY.format(entry) for entry in entries),
+        ]
+    )
+
+
+@lru_cache(maxsize=256)
+def _open(library: Path) -> tuple[ctypes.CDLL, int]:
+    """The library, loaded, and the bytes of its `__shared__` variables."""
+    handle = ctypes.CDLL(str(library))
+    return handle, int(runtime().cuda_on_cpu_take_static_bytes())
 
 
 @lru_cache(maxsize=256)
 def load(spec: KernelSpec, directory: Path = KERNEL_DIR) -> Kernel:
-    """The kernel of `spec`, from the sources in `directory` and with its macros."""
-    handle = runtime()
+    """The kernel of `spec`, from the source in `directory` and with its macros; all kernels of a source compile together."""
+    runtime()
     sources = _needed(directory, spec.source)
     with tempfile.TemporaryDirectory() as folder:
         write_emulated(sources, Path(folder))
         unit = Path(folder) / "emulated_unit.cpp"
-        unit.write_text(_UNIT.replace("@SOURCE@", spec.source))
+        unit.write_text(_unit(sources[0]))
         defines = [f"-D{name}={value}" for name, value in spec.macros]
-        flags = [*_FLAGS, *_KERNEL_FLAGS, *defines, f"-DENTRY={spec.entry}", f"-I{HERE}", f"-I{folder}", str(unit)]
-        library = _library(spec.entry, flags, [*sources, HERE / "sources.py", HERE / "build.py"], folder)
-    loaded = ctypes.CDLL(str(library))
-    static_smem = int(handle.cuda_on_cpu_take_static_bytes())
+        flags = [*_FLAGS, *_KERNEL_FLAGS, *defines, f"-I{HERE}", f"-I{folder}", str(unit)]
+        library = _library(Path(spec.source).stem, flags, [*sources, HERE / "sources.py", HERE / "build.py"], folder)
+    handle, static_smem = _open(library)
     sizes = ctypes.POINTER(ctypes.c_size_t)()
-    loaded.cuda_on_cpu_argument_sizes.restype = ctypes.c_size_t
-    count = loaded.cuda_on_cpu_argument_sizes(ctypes.byref(sizes))
-    address = ctypes.cast(loaded.cuda_on_cpu_entry, ctypes.c_void_p).value
+    sizes_of = getattr(handle, f"cuda_on_cpu_argument_sizes_{spec.entry}")
+    sizes_of.restype = ctypes.c_size_t
+    count = sizes_of(ctypes.byref(sizes))
+    address = ctypes.cast(getattr(handle, f"cuda_on_cpu_entry_{spec.entry}"), ctypes.c_void_p).value
     assert address is not None
-    return Kernel(
-        spec,
-        library,
-        tuple(sizes[:count]),
-        static_smem,
-        smem_alignment([path.read_text() for path in sources]),
-        address,
-    )
+    alignment = smem_alignment([path.read_text() for path in sources])
+    return Kernel(spec, library, tuple(sizes[:count]), static_smem, alignment, address)

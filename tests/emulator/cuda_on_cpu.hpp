@@ -17,6 +17,7 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 #define threadIdx (::cuda_on_cpu::current->thread_idx)

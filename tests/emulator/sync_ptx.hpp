@@ -3,34 +3,9 @@
 // All threads of a run share one thread of the system, so every access is atomic and in order already. Each of these lets
 // other threads run first: what a flag guards is then read or written at any moment that the real machine may choose.
 #pragma once
-#include <unordered_map>
-#include <vector>
-
 #include "ptx.hpp"
 
 namespace cuda_on_cpu {
-
-// ---- copies of single lanes ------------------------------------------------------------------------------------------
-
-struct LaneCopy {
-    uint32_t dst;
-    const void* src;
-};
-inline std::unordered_map<const void*, std::vector<LaneCopy>> lane_copies;  // of each thread, not yet tied to a barrier
-
-inline void cp_async_16(uint32_t smem_dst, const void* gmem_src, Site site = here()) {
-    std::memset(shared_pointer(smem_dst, 16, 16, "cp_async_16", site), 0xff, 16);  // may be written from now on
-    lane_copies[current].push_back({smem_dst, gmem_src});
-}
-// The copies land at any time; the phase completes behind them all.
-inline void cp_async_arrive(uint32_t smem_barrier, Site site = here()) {
-    std::vector<LaneCopy>& copies = lane_copies[current];
-    mbarrier_arrive_at(smem_barrier, 1, 16 * uint32_t(copies.size()), site);
-    for (const LaneCopy& copy : copies) bulk_copy_at(copy.dst, copy.src, 16, smem_barrier, site);
-    copies.clear();
-}
-
-// ---- flags -----------------------------------------------------------------------------------------------------------
 
 #define FLAG_LOAD(name, T, Pointer)                               \
     inline T name(const Pointer* gmem_flag, Site site = here()) { \
