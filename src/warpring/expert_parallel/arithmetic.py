@@ -1,0 +1,206 @@
+"""The kernels' arithmetic in plain torch, role by role: the yardstick of kernels, and what runs without a GPU.
+
+Every rounding of docs/expert_parallel.md is here: of published tokens, of the activations between the two GEMMs, of
+partial results and of the output. What tensor cores leave open is not: the order of the sums inside a chunk, the bits
+that FP8 ones drop there, and MXFP4 weights flushed to zero more than 13 binades below their window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from warpring.expert_parallel.problem import HIDDEN_BLOCK, NEURONS, ActivationForm, Problem
+from warpring.experts import Experts
+from warpring.formats import QuantizedTensor, ceil_div, get_format
+from warpring.formats.blocks import divide
+from warpring.formats.fp8 import E4M3_MAX, to_e4m3
+
+#: The least scale of an FP8 group, so that its reciprocal is finite.
+_LEAST_SCALE = 2.0**-126
+_ABS = 0x7FFFFFFF
+_FRACTION_BITS = 23
+
+
+@dataclass(frozen=True)
+class Published:
+    """Tokens in the form in which they travel; value = code * scale of the column's group.
+
+    Attributes:
+        codes: [num_tokens, hidden_padded], E4M3 ("fp8") or FP16 ("bf16").
+        scale: FP32 [num_tokens, scales_per_token].
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __getitem__(self, rows: torch.Tensor | slice) -> Published:
+        """Some of the tokens."""
+        return Published(_bytes_if_fp8(self.codes)[rows].view(self.codes.dtype), self.scale[rows])
+
+
+def partial_dtype(activation: ActivationForm) -> torch.dtype:
+    """dtype of one expert's result for one token on its way back."""
+    return torch.bfloat16 if activation == "fp8" else torch.float32
+
+
+def quantize(groups: torch.Tensor, activation: ActivationForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 values to what the tensor cores eat, a scale for each vector of the last dimension (ep_quantize.cuh).
+
+    "fp8": E4M3, scale = amax / 448, at least 2^-126, and 1 for zeros. "bf16": FP16 of the values times the power of two
+    that brings the largest magnitude into [2^14, 2^15), 2^126 at most. A NaN is larger than everything; with one, or an
+    infinity, the group's values are lost and its sums become NaN or infinite.
+
+    Returns:
+        codes [..., n] and FP32 scale [...] with value = code * scale.
+    """
+    amax = (groups.contiguous().view(torch.int32) & _ABS).amax(-1, keepdim=True)
+    if activation == "fp8":
+        scale = divide(amax.view(torch.float32), E4M3_MAX)
+        scale = torch.where(scale < _LEAST_SCALE, _LEAST_SCALE, scale)
+        scale = torch.where(amax == 0, 1.0, scale)
+        return to_e4m3(groups * scale.reciprocal()), scale.squeeze(-1)
+    exponent = (amax >> _FRACTION_BITS).clamp(min=15)
+    multiplier = ((268 - exponent) << _FRACTION_BITS).view(torch.float32)
+    scale = ((exponent - 14) << _FRACTION_BITS).view(torch.float32)
+    return (groups * multiplier).half(), scale.squeeze(-1)
+
+
+def publish(problem: Problem, x: torch.Tensor) -> Published:
+    """role1's first half: BF16 tokens [num_tokens, hidden] as they travel."""
+    columns = pad(x.float(), (0, problem.hidden_padded - problem.hidden))
+    groups = columns.unflatten(1, (problem.scales_per_token, -1))
+    codes, scale = quantize(groups, problem.activation)
+    return Published(codes.flatten(1), scale)
+
+
+def run_expert(
+    problem: Problem, experts: Experts, expert: int, tokens: Published, weights: torch.Tensor
+) -> torch.Tensor:
+    """role2 for one expert: both GEMMs and what is between them.
+
+    Args:
+        problem: the layer.
+        experts: weights that hold it (routed or shared).
+        expert: index in `experts`.
+        tokens: the pairs' tokens, n of them.
+        weights: FP32 [n], their routing weights.
+
+    Returns:
+        [n, hidden] partial results, BF16 ("fp8") or FP32 ("bf16").
+    """
+    weights = weights[:, None]
+    gate, up = (_gemm(tokens.codes, tokens.scale, experts.w13[expert][half], HIDDEN_BLOCK) for half in (0, 1))
+    if experts.w13_bias is not None:
+        gate, up = gate + experts.w13_bias[expert, 0], up + experts.w13_bias[expert, 1]
+    act = experts.activation(gate, up)
+    if problem.activation == "fp8":
+        act = act * weights
+    groups = pad(act, (0, problem.intermediate_padded - problem.intermediate)).unflatten(1, (-1, NEURONS))
+    codes, scale = quantize(groups, problem.activation)
+    out = _gemm(codes.flatten(1), scale, experts.w2[expert], NEURONS)
+    bias = 0.0 if experts.w2_bias is None else experts.w2_bias[expert]
+    out = out + bias * weights if problem.activation == "fp8" else (out + bias) * weights
+    return out.to(partial_dtype(problem.activation))
+
+
+def combine(partials: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """role3: sum partial results over valid slots, in order, in FP32.
+
+    Args:
+        partials: [num_tokens, slots, hidden]. What invalid slots hold does not matter.
+        valid: bool [num_tokens, slots].
+
+    Returns:
+        BF16 [num_tokens, hidden].
+    """
+    total = torch.zeros(partials.shape[0], partials.shape[2], device=partials.device)
+    for slot in range(partials.shape[1]):
+        total += torch.where(valid[:, slot, None], partials[:, slot].float(), 0)
+    return total.bfloat16()
+
+
+def run_layer(
+    problem: Problem,
+    x: torch.Tensor,
+    experts: Experts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared: Experts | None = None,
+    shared_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The whole layer for one rank's tokens, with all experts at hand: what every rank compares its results with.
+
+    Args:
+        problem: the layer.
+        x: BF16 [num_tokens, hidden].
+        experts: all `num_experts` routed experts.
+        topk_idx: [num_tokens, topk] integer; ids that name no expert are unused slots.
+        topk_weights: FP32 [num_tokens, topk].
+        shared: the shared experts, or None where the problem has none.
+        shared_weights: FP32 [num_tokens, num_shared]; None weighs each by 1.
+
+    Returns:
+        BF16 [num_tokens, hidden].
+    """
+    tokens = publish(problem, x)
+    slots, topk = problem.num_slots_per_token, problem.topk
+    partials = x.new_zeros(x.shape[0], slots, problem.hidden, dtype=partial_dtype(problem.activation))
+    valid = torch.ones(x.shape[0], slots, dtype=torch.bool, device=x.device)
+    valid[:, :topk] = (topk_idx >= 0) & (topk_idx < problem.num_experts)
+    for expert in topk_idx[valid[:, :topk]].unique().tolist():
+        rows, where = (topk_idx == expert).nonzero(as_tuple=True)
+        partials[rows, where] = run_expert(problem, experts, expert, tokens[rows], topk_weights[rows, where].float())
+    if shared is not None:
+        partials[:, topk:] = run_shared(problem, shared, tokens, shared_weights)
+    return combine(partials, valid)
+
+
+def run_shared(problem: Problem, shared: Experts, tokens: Published, weights: torch.Tensor | None) -> torch.Tensor:
+    """role2 for the shared experts, which see every token: partial results [num_tokens, num_shared, hidden]."""
+    if weights is None:
+        weights = torch.ones(tokens.scale.shape[0], problem.num_shared, device=tokens.scale.device)
+    parts = [run_expert(problem, shared, s, tokens, weights[:, s].float()) for s in range(problem.num_shared)]
+    return torch.stack(parts, dim=1)
+
+
+def _gemm(codes: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, block: int) -> torch.Tensor:
+    """FP32 [n, rows] = (codes * scale) @ weight.T for weight [rows, cols].
+
+    The products of `block` columns are summed unscaled, then multiplied by weight scale x token scale and added up. One
+    scale a token (of all columns) is applied at the end instead; being a power of two, it changes no rounding.
+    """
+    values, weight_scale = _split_weight(weight, block, codes.shape[1])
+    rows, num_blocks = weight.shape[0], codes.shape[1] // block
+    per_block = scale.shape[1] == num_blocks
+    total = torch.zeros(codes.shape[0], rows, device=codes.device)
+    for index in range(num_blocks):
+        part = slice(index * block, (index + 1) * block)
+        sums = codes[:, part].float() @ values[:, part].mT
+        factor = weight_scale[:, index]
+        total += sums * (factor * scale[:, index, None] if per_block else factor)
+    return total if per_block else total * scale
+
+
+def _split_weight(weight: QuantizedTensor, block: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [rows, cols] as FP32 values [rows, cols, padded] and FP32 factors [rows, blocks] applied to sums."""
+    rows, num_blocks = weight.shape[0], cols // block
+    if weight.format in ("fp8_block", "fp8_channel") and weight.scale is not None:
+        values, scale = weight.data.float(), weight.scale
+        if weight.format == "fp8_block":
+            scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128 // block, 1)
+        # A half block of columns beyond the weight's own only ever meets zeros.
+        scale = scale[:, : ceil_div(weight.shape[1], block)]
+        factors = pad(scale, (0, num_blocks - scale.shape[1]), value=1.0) if scale.shape[1] > 1 else scale
+        factors = factors.expand(rows, num_blocks)
+    else:
+        values = get_format(weight.format).dequantize(weight)
+        factors = torch.ones(rows, num_blocks, device=weight.device)
+    return pad(values, (0, cols - weight.shape[1])), factors
+
+
+def _bytes_if_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as bytes where they are 8 bits wide: not every device can index the 8-bit float types."""
+    return codes.view(torch.uint8) if codes.element_size() == 1 else codes
