@@ -58,7 +58,7 @@ def _definitions(text: str) -> list[tuple[int, int]]:
 def _function(head: str) -> Function:
     """From the text before a definition's body."""
     flat = " ".join(_blank(head).split())
-    name = re.search(r"(\w+)\s*\(", re.sub(r"__launch_bounds__\s*\([^)]*\)|__align__\s*\([^)]*\)", "", flat))
+    name = re.search(r"(\w+)\s*\(", re.sub(r"__launch_bounds__\s*\([^)]*\)|__maxnreg__\s*\([^)]*\)|__align__\s*\([^)]*\)", "", flat))
     if name is None:
         raise ValueError(f"no function name in: {flat}")
     flat = re.sub(r"__device__|__forceinline__|\binline\b|\bstatic\b", "", flat)

@@ -172,6 +172,23 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t smem_barrier, uint32_
     return done != 0;
 }
 
+// One arrival on a barrier of this CTA. Releases what this thread wrote before it, and what other lanes wrote before a
+// __syncwarp() ahead of it, to threads that see the phase flip.
+__device__ __forceinline__ void mbarrier_arrive(uint32_t smem_barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_barrier) : "memory");
+}
+
+// Copies 16 bytes into shared memory for this lane, past L1. Ordered by nothing but cp_async_arrive() and the wait on its
+// barrier.
+__device__ __forceinline__ void cp_async_16(uint32_t smem_dst, const void* gmem_src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_dst), "l"(gmem_src) : "memory");
+}
+
+// One arrival, counted among those the barrier was initialised with, once all earlier cp_async_16() of this lane are complete.
+__device__ __forceinline__ void cp_async_arrive(uint32_t smem_barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_barrier) : "memory");
+}
+
 __device__ __forceinline__ uint4 ld_shared_128(uint32_t smem) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem));
