@@ -230,7 +230,8 @@ def test_script_records_the_peers_that_are_there_and_names_the_others(
     output = tmp_path / "peers.jsonl"
     argv = [
         "peers.py", "--device", "cpu", "--models", "h64xi32xe4xk2", "--formats", "bf16", "--batches", "2",
-        "--repeats", "1", "--paths", "reference", "--peers", "transformers_grouped_mm,vllm_triton", "--output", str(output),
+        "--repeats", "1", "--paths", "reference", "--peers", "transformers_grouped_mm,vllm_triton",
+        "--output", str(output),
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit, match="0"):
