@@ -46,7 +46,8 @@ class EpState(ctypes.Structure):
         ("block_base", _u64),
         ("poison", _u32),
         ("combine_done", _u32),
-        ("reserved", _u32 * 2),
+        ("busy", _u32),
+        ("reserved", _u32),
     )
 
 

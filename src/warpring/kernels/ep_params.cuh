@@ -22,7 +22,8 @@ struct EpState {
     uint64_t block_base;     // ring sequence number of the next call's first block
     uint32_t poison;         // set once by the first failed wait; everything leaves
     uint32_t combine_done;   // role3 CTAs that have finished, monotonic
-    uint32_t reserved[2];
+    uint32_t busy;           // 1 from a call's role1 to its role3: a second call in between is refused
+    uint32_t reserved;
 };
 static_assert(sizeof(EpState) == 32, "workspace.py allocates the same");
 
@@ -38,17 +39,17 @@ static_assert(sizeof(EpError) == 40, "workspace.py allocates the same");
 struct EpParams {
     PeerTable peers;
     // Offsets into the symmetric region.
-    uint64_t arrived_offset;   // u64 [2][kMaxRanks]
-    uint64_t done_offset;      // u64 [2][kMaxRanks]
-    uint64_t meta_offset;      // [2][num_ranks] of meta_bytes
-    uint64_t rows_offset;      // [2][max_tokens] of row_bytes
+    uint64_t arrived_offset;   // u64 [kMaxRanks]
+    uint64_t done_offset;      // u64 [kMaxRanks]
+    uint64_t meta_offset;      // [2][num_ranks] of meta_bytes: packets of 16 bytes, see ep_common.cuh
+    uint64_t rows_offset;      // [max_tokens] of row_bytes, a multiple of 128
     uint64_t partials_offset;  // [max_tokens][topk + num_shared][hidden]
     uint64_t meta_bytes;
-    uint64_t row_bytes;
+    uint64_t row_bytes;        // kRowBytes of ep_common.cuh
     // Local buffers.
     EpState* gmem_state;
     EpError* pinned_error;
-    uint64_t* gmem_plan;         // {u64 tag, u32 num_blocks, u32 pad, u32 (expert | count << 16) [max_blocks]}
+    uint64_t* gmem_plan;         // packets of 16 bytes, [1 + max_blocks]: see ep_common.cuh
     uint8_t* gmem_ring_info;     // [num_slots] of {int32 expert, count, pad, pad; u32 pair_id[BM]; f32 weight[BM]}
     uint8_t* gmem_ring_x;        // [num_slots][ring_x_slot_bytes]
     float* gmem_ring_x_scale;    // [num_slots][x scales a token][BM]

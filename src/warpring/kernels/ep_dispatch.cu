@@ -1,0 +1,363 @@
+// ep_dispatch.cu   role1: publish own tokens, hear the peers' routing, plan the token blocks, pull what own experts need.
+//
+// Grid     comm_ctas CTAs of 512 threads, all resident in the communication partition
+// Owner    CTA c: tokens c, c + C, ... to publish; routed blocks b with (b + 1) % C == c to fill (CTA 0 writes the plan first)
+// Reads    x and routing once; routing of all ranks by every CTA (4 bytes a pair); each wanted row once a pair, from its owner
+// Bound    latency at decode sizes: routing to plan is one hop between GPUs, rows to l1_full one more, overlapping; then
+//          NVLink: 512 threads x 8 loads of 16 bytes in flight a CTA
+// Sync     meta and plan: packets that carry their tag; waits arrived of all ranks, l1_empty, l2_empty; signals arrived, l1_full
+// Limits   num_ranks <= 72, any number of pairs; a token count beyond max_tokens poisons the layer
+#include "ep_ring.cuh"
+#include "ep_tokens.cuh"
+
+using Index = WARPRING_INDEX;
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kLanes;
+constexpr int kMaxTokens = 256;
+// ep_shared must fit on the same multiprocessor: 512 threads x 96 registers here and 256 x 64 there are all of them.
+constexpr int kThreadsOf96Registers = 640;
+constexpr int kLoadsInFlight = 8;
+
+struct Smem {
+    uint32_t pairs_of[kLocalExperts];     // pairs of each local expert
+    uint32_t first_block[kLocalExperts];  // routed blocks before it
+    uint32_t warp_total[kWarps];
+    uint16_t num_tokens[kMaxRanks];
+    uint32_t amax[kMaxTokens];
+    // The block that is being filled.
+    int32_t expert, index;
+    const uint8_t* row[kBlockM];
+    uint32_t pair_id[kBlockM];
+    uint8_t slot[kBlockM];
+    float weight[kBlockM];
+};
+
+struct Inputs {
+    const uint16_t* gmem_x;
+    int64_t x_stride;
+    const Index* gmem_topk_idx;
+    int64_t idx_stride;
+    const float* gmem_topk_weights;
+    int64_t weights_stride;
+    int num_tokens;
+};
+
+__device__ __forceinline__ uint32_t packed_expert(const Inputs& inputs, int pair) {
+    if (pair >= inputs.num_tokens * kTopk) return kNoExpert;
+    const int64_t id = ld_routing(inputs.gmem_topk_idx + pair / kTopk * inputs.idx_stride + pair % kTopk);
+    return uint64_t(id) < uint64_t(kExperts) ? uint32_t(id) : kNoExpert;
+}
+
+// Own routing to every rank, itself included. Packets are dealt out by warps over all CTAs.
+__device__ __forceinline__ void push_routing(const EpParams& params, uint64_t tag, const Inputs& inputs) {
+    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+    const uint64_t generation = tag >> 16;
+    const int packets = num_packets(inputs.num_tokens);
+    for (int j = (warp * gridDim.x + blockIdx.x) * kLanes + lane; j < packets; j += kThreads * gridDim.x) {
+        uint64_t ids = 0;
+#pragma unroll
+        for (int i = 0; i < kPacketPairs; ++i) ids |= uint64_t(packed_expert(inputs, j * kPacketPairs + i)) << (16 * i);
+        for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
+            uint8_t* gmem_meta = meta_of(params, peer_region(params, peer), params.peers.rank, generation);
+            st_relaxed_sys_b128(gmem_meta + j * kPacketBytes, make_ulonglong2(tag, ids));
+        }
+    }
+}
+
+// Own rows of this CTA into own memory, then one increment of `arrived` at every rank.
+__device__ __forceinline__ void publish_rows(const EpParams& params, const Inputs& inputs, Smem& smem) {
+    uint8_t* region = own_region(params);
+    const int first = blockIdx.x, step = gridDim.x;
+    const int count = inputs.num_tokens > first ? ceil_div(inputs.num_tokens - first, step) : 0;
+    const auto scales_of = [&](int i) {
+        return reinterpret_cast<float*>(row_of(params, region, first + i * step) + kCodeChunks * kChunkBytes);
+    };
+    encode_tokens(
+        Tokens<kThreads>{inputs.gmem_x, inputs.x_stride, first, step, count}, smem.amax,
+        [&](int i, int chunk, int piece, uint4 codes) {
+            uint8_t* row = row_of(params, region, first + i * step);
+            *reinterpret_cast<uint4*>(row + chunk * kChunkBytes + piece * kPieceBytes) = codes;
+        },
+        [&](int i, int s, float scale) { scales_of(i)[s] = scale; });
+    for (int j = threadIdx.x; j < count * kTopk; j += kThreads) {
+        const int i = j / kTopk, slot = j % kTopk;
+        const int64_t token = first + i * step;
+        scales_of(i)[kScales + slot] = ld_routing(inputs.gmem_topk_weights + token * inputs.weights_stride + slot);
+    }
+    __syncthreads();
+    if (threadIdx.x < params.peers.num_ranks)
+        red_add_release_sys_u64(arrived_of(params, peer_region(params, threadIdx.x), params.peers.rank), 1);
+}
+
+// Which packets of whose routing a thread looks at: ranks are dealt out to groups of warps, a rank's packets to the lanes of
+// its group. The order (warp, rank, packet) is the order of pairs within an expert, the same in every CTA.
+struct Reader {
+    int rank, rank_step;  // first rank of this warp's group; rank >= num_ranks: none
+    int packet, packet_step;
+    uint64_t first_ids;  // of (rank, packet), kept: with few tokens there are no others
+
+    __device__ __forceinline__ explicit Reader(int num_ranks) : first_ids(~uint64_t(0)) {
+        const int warp = threadIdx.x / kLanes;
+        const int group = num_ranks >= kWarps ? 1 : kWarps / num_ranks;
+        rank = warp / group;
+        rank_step = kWarps / group;
+        packet = warp % group * kLanes;  // of lane 0
+        packet_step = group * kLanes;
+    }
+};
+
+__device__ __forceinline__ int expert_at(uint64_t ids, int i) { return int(ids >> (16 * i) & 0xffff); }
+
+// Waits for packet `packet` of `rank`, or to hear that it has fewer tokens.
+__device__ __forceinline__ bool receive_packet(const EpParams& params, const EpSync& sync, int rank, int packet,
+                                               int& num_tokens, uint64_t& ids) {
+    const uint8_t* gmem_meta = meta_of(params, own_region(params), rank, sync.generation);
+    const bool fits = packet < num_packets(params.max_tokens);
+    ids = ~uint64_t(0);
+    const bool came = wait_until(sync, kMeta, rank, sync.generation, [&](uint64_t& seen) {
+        const ulonglong2 head = ld_relaxed_sys_b128(gmem_meta);
+        const ulonglong2 own = ld_relaxed_sys_b128(gmem_meta + (fits ? packet : 0) * kPacketBytes);
+        seen = head.x >> 16;
+        if (seen != sync.generation) return false;
+        num_tokens = int(head.x & 0xffff);
+        if (num_tokens == kRefusedTokens || packet >= num_packets(num_tokens)) return true;
+        ids = own.y;
+        return own.x == head.x;
+    });
+    if (!came || num_tokens != kRefusedTokens) return came;
+    report_failure(sync, kPeerTooManyTokens, kMeta, rank, params.max_tokens, kRefusedTokens);
+    return false;
+}
+
+// All ranks' routing: counts the pairs of each local expert.
+__device__ __forceinline__ bool receive_routing(const EpParams& params, const EpSync& sync, Reader& reader, Smem& smem) {
+    const int lane = threadIdx.x % kLanes;
+    const int num_ranks = params.peers.num_ranks, base = params.peers.rank * kLocalExperts;
+    for (int rank = reader.rank; rank < num_ranks; rank += reader.rank_step) {
+        int num_tokens = 0, packet = reader.packet + lane;
+        do {
+            uint64_t ids;
+            if (!receive_packet(params, sync, rank, packet, num_tokens, ids)) return false;
+            if (rank == reader.rank && packet == reader.packet + lane) reader.first_ids = ids;
+#pragma unroll
+            for (int i = 0; i < kPacketPairs; ++i) {
+                const uint32_t expert = uint32_t(expert_at(ids, i) - base);
+                if (expert < kLocalExperts) atomicAdd(&smem.pairs_of[expert], 1u);
+            }
+            packet += reader.packet_step;
+        } while (packet < num_packets(num_tokens));
+        if (lane == 0) smem.num_tokens[rank] = uint16_t(num_tokens);
+    }
+    return true;
+}
+
+// Routed blocks before each expert; returns how many there are. Begins and ends behind a barrier.
+__device__ __forceinline__ int plan_blocks(Smem& smem) {
+    constexpr int kPerThread = ceil_div(kLocalExperts, kThreads);
+    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+    uint32_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        const int e = threadIdx.x * kPerThread + i;
+        if (e < kLocalExperts) own += ceil_div(smem.pairs_of[e], kBlockM);
+    }
+    uint32_t upto = own;
+#pragma unroll
+    for (int d = 1; d < kLanes; d *= 2) {
+        const uint32_t other = __shfl_up_sync(kFullWarp, upto, d);
+        if (lane >= d) upto += other;
+    }
+    if (lane == kLanes - 1) smem.warp_total[warp] = upto;
+    __syncthreads();
+    const uint32_t total_of_lane = smem.warp_total[lane];
+    uint32_t before = __reduce_add_sync(kFullWarp, lane < warp ? total_of_lane : 0u) + upto - own;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        const int e = threadIdx.x * kPerThread + i;
+        if (e < kLocalExperts) {
+            smem.first_block[e] = before;
+            before += ceil_div(smem.pairs_of[e], kBlockM);
+        }
+    }
+    __syncthreads();
+    return int(__reduce_add_sync(kFullWarp, total_of_lane));
+}
+
+__device__ __forceinline__ void write_plan(const EpParams& params, uint64_t generation, int num_shared_blocks,
+                                           int num_blocks, const Smem& smem) {
+    const int lane = threadIdx.x % kLanes;
+    for (int e = threadIdx.x / kLanes; e < kLocalExperts; e += kWarps) {
+        const int pairs = smem.pairs_of[e], first = num_shared_blocks + smem.first_block[e];
+        for (int i = lane; i * kBlockM < pairs; i += kLanes)
+            write_plan_entry(params, generation, first + i, e, min(pairs - i * kBlockM, kBlockM));
+    }
+    if (threadIdx.x == 0) write_plan_blocks(params, generation, num_shared_blocks + num_blocks);
+}
+
+// Calls use(rank, first pair, ids) for the packets of each lane, whole warps at a time; ids of lanes beyond the last packet
+// are none.
+template <class Use>
+__device__ __forceinline__ void for_each_packet(const EpParams& params, uint64_t generation, const Reader& reader,
+                                                const Smem& smem, Use use) {
+    const int lane = threadIdx.x % kLanes;
+    for (int rank = reader.rank; rank < params.peers.num_ranks; rank += reader.rank_step) {
+        const uint8_t* gmem_meta = meta_of(params, own_region(params), rank, generation);
+        const int packets = num_packets(smem.num_tokens[rank]);
+        for (int p = reader.packet; p < packets; p += reader.packet_step) {
+            uint64_t ids = ~uint64_t(0);
+            if (rank == reader.rank && p == reader.packet) ids = reader.first_ids;
+            else if (p + lane < packets) ids = ld_relaxed_sys_b128(gmem_meta + (p + lane) * kPacketBytes).y;
+            use(rank, (p + lane) * kPacketPairs, ids);
+        }
+    }
+}
+
+// The pairs of block smem.index of expert smem.expert: those whose rank among the expert's pairs is within the block.
+__device__ __forceinline__ void select_pairs(const EpParams& params, uint64_t generation, const Reader& reader, Smem& smem) {
+    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+    const int expert = params.peers.rank * kLocalExperts + smem.expert;
+    const auto matches_of = [&](uint64_t ids) {
+        uint32_t matches = 0;
+#pragma unroll
+        for (int i = 0; i < kPacketPairs; ++i) matches += expert_at(ids, i) == expert;
+        return matches;
+    };
+    uint32_t own = 0;
+    for_each_packet(params, generation, reader, smem, [&](int, int, uint64_t ids) { own += matches_of(ids); });
+    const uint32_t warp_matches = __reduce_add_sync(kFullWarp, own);
+    if (lane == 0) smem.warp_total[warp] = warp_matches;
+    __syncthreads();
+    const int begin = smem.index * kBlockM;
+    int before = int(__reduce_add_sync(kFullWarp, lane < warp ? smem.warp_total[lane] : 0u)) - begin;
+    if (warp_matches == 0 || before >= kBlockM || before + int(warp_matches) <= 0) return;
+    for_each_packet(params, generation, reader, smem, [&](int rank, int pair, uint64_t ids) {
+        const uint32_t matches = matches_of(ids);
+        uint32_t upto = matches;
+#pragma unroll
+        for (int d = 1; d < kLanes; d *= 2) {
+            const uint32_t other = __shfl_up_sync(kFullWarp, upto, d);
+            if (lane >= d) upto += other;
+        }
+        int n = before + int(upto - matches);
+#pragma unroll
+        for (int i = 0; i < kPacketPairs; ++i) {
+            if (expert_at(ids, i) != expert) continue;
+            if (n >= 0 && n < kBlockM) {
+                const int token = (pair + i) / kTopk, slot = (pair + i) % kTopk;
+                smem.row[n] = row_of(params, peer_region(params, rank), token);
+                smem.pair_id[n] = uint32_t((rank * params.max_tokens + token) * kSlotsPerToken + slot);
+                smem.slot[n] = uint8_t(slot);
+            }
+            ++n;
+        }
+        before += int(__shfl_sync(kFullWarp, upto, kLanes - 1));
+    });
+}
+
+// What follows a row's codes: scales go beside the image, the pair's routing weight into shared memory.
+struct TailTask {
+    int n, f;
+    __device__ __forceinline__ explicit TailTask(int task) : n(task / (kScales + 1)), f(task % (kScales + 1)) {}
+    __device__ __forceinline__ float load(const Smem& smem) const {
+        const int index = f < kScales ? f : kScales + smem.slot[n];
+        return ld_routing(reinterpret_cast<const float*>(smem.row[n] + kCodeChunks * kChunkBytes) + index);
+    }
+    __device__ __forceinline__ void store(float* gmem_scale, Smem& smem, float value) const {
+        if (f < kScales) gmem_scale[f * kBlockM + n] = value;
+        else smem.weight[n] = value;
+    }
+};
+
+// Pulls the rows of the block: a unit of a warp is 4 tokens x 128 bytes. The first loads are under way while the slot is
+// waited for.
+__device__ __forceinline__ bool pull_block(const EpParams& params, const EpSync& sync, BlockFill& fill, Smem& smem) {
+    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes, piece = lane % 8;
+    const int count = fill.count, width = block_width(count);
+    const int units = ceil_div(count, kUnitTokens) * kCodeChunks, tails = count * (kScales + 1);
+    uint8_t* image = ring_x(params, fill.place.slot);
+    float* gmem_scale = ring_x_scale(params, fill.place.slot);
+#pragma unroll 1
+    for (int batch = 0; batch * kWarps * kLoadsInFlight < units || batch * kThreads < tails; ++batch) {
+        const int first = batch * kWarps * kLoadsInFlight + warp, tail = batch * kThreads + threadIdx.x;
+        const auto token_of = [&](int unit) { return unit / kCodeChunks * kUnitTokens + lane / 8; };
+        uint4 bits[kLoadsInFlight];
+        float tail_value;
+        if (tail < tails) tail_value = TailTask(tail).load(smem);
+#pragma unroll
+        for (int i = 0; i < kLoadsInFlight; ++i) {
+            const int unit = first + i * kWarps, n = token_of(unit);
+            if (n < count)
+                bits[i] = ld_activations(smem.row[n] + unit % kCodeChunks * kChunkBytes + piece * kPieceBytes);
+        }
+        if (batch == 0 && !fill.may_write(params, sync)) return false;
+        if (tail < tails) TailTask(tail).store(gmem_scale, smem, tail_value);
+#pragma unroll
+        for (int i = 0; i < kLoadsInFlight; ++i) {
+            const int unit = first + i * kWarps, n = token_of(unit);
+            uint8_t* gmem_chunk = image + unit % kCodeChunks * width * kChunkBytes;
+            if (n < count) *reinterpret_cast<uint4*>(gmem_chunk + image_offset(width, piece, n)) = bits[i];
+        }
+    }
+    return fill.publish(params, sync, smem.pair_id, smem.weight);
+}
+
+// What may go wrong before anything is sent. A wrong count is told to the peers, and nothing else of the call runs.
+__device__ __forceinline__ bool admit(const EpParams& params, const EpSync& sync, const TokenCount& count, Inputs& inputs) {
+    if (__syncthreads_or(is_poisoned(sync))) return false;
+    if (blockIdx.x == 0 && threadIdx.x == kThreads - 1 && atomicExch(&params.gmem_state->busy, 1u) != 0)
+        report_failure(sync, kOverlap, kNoFlag, -1, 0, 1);
+    inputs.num_tokens = count.is_refused() ? 0 : count.given;
+    push_routing(params, meta_tag(sync.generation, count.is_refused() ? kRefusedTokens : count.given), inputs);
+    if (count.is_refused() && threadIdx.x == 0)
+        report_failure(sync, kTooManyTokens, kNoFlag, -1, count.limit, uint32_t(count.given));
+    return !count.is_refused();
+}
+
+__device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& sync, const TokenCount& token_count,
+                                         Inputs& inputs, Smem& smem) {
+    const uint64_t generation = sync.generation, block_base = params.gmem_state->block_base;
+    for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) smem.pairs_of[e] = 0;
+    if (!admit(params, sync, token_count, inputs)) return;
+    publish_rows(params, inputs, smem);
+
+    Reader reader(params.peers.num_ranks);
+    const bool heard = receive_routing(params, sync, reader, smem);
+    if (__syncthreads_or(!heard)) return;
+    const int num_blocks = plan_blocks(smem);
+    const int num_shared_blocks = kNumShared * ceil_div(inputs.num_tokens, kBlockM);
+    if (blockIdx.x == 0) write_plan(params, generation, num_shared_blocks, num_blocks, smem);
+
+    bool arrived = true;
+    if (threadIdx.x < params.peers.num_ranks)
+        arrived = wait_at_least_sys(sync, kArrived, threadIdx.x, arrived_of(params, own_region(params), threadIdx.x),
+                                    generation * params.comm_ctas);
+    if (__syncthreads_or(!arrived)) return;
+    for (int block = (blockIdx.x + gridDim.x - 1) % gridDim.x; block < num_blocks; block += gridDim.x) {
+        for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) {
+            const uint32_t index = uint32_t(block) - smem.first_block[e];
+            if (index * kBlockM < smem.pairs_of[e] && uint32_t(block) >= smem.first_block[e]) {
+                smem.expert = e;
+                smem.index = int32_t(index);
+            }
+        }
+        __syncthreads();
+        select_pairs(params, generation, reader, smem);
+        const int expert = smem.expert;
+        const int count = min(int(smem.pairs_of[expert]) - smem.index * kBlockM, kBlockM);
+        __syncthreads();
+        BlockFill fill(params, block_base, num_shared_blocks + block, expert, count);
+        if (!pull_block(params, sync, fill, smem)) return;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreadsOf96Registers, 1)
+ep_dispatch(const __grid_constant__ EpParams params, const uint16_t* gmem_x, int64_t x_stride, const Index* gmem_topk_idx,
+            int64_t idx_stride, const float* gmem_topk_weights, int64_t weights_stride, const int32_t* gmem_num_tokens,
+            int32_t num_rows) {
+    __shared__ Smem smem;
+    const EpSync sync = ep_sync(params, params.gmem_state->generation + 1);
+    Inputs inputs{gmem_x, x_stride, gmem_topk_idx, idx_stride, gmem_topk_weights, weights_stride, 0};
+    dispatch(params, sync, TokenCount(params, gmem_num_tokens, num_rows), inputs, smem);
+    pdl_wait();  // role4, where it was launched before: the end of this kernel is the end of both
+}
