@@ -24,6 +24,7 @@ _FLAGS = (
     "-std=c++17",
     "-O1",
     "-g1",
+    "-gdwarf-4",
     "-fPIC",
     "-shared",
     "-ffp-contract=off",
@@ -39,6 +40,7 @@ _KERNEL_FLAGS = (
 )
 
 
+_ENTRY_HEAD = r'extern\s+"C"\s+__global__[^({;]*?(?:__(?:launch_bounds|maxnreg)__\s*\([^)]*\)\s*)?(\w+)\s*\('
 _ENTRY = """\
 extern "C" void cuda_on_cpu_entry_{0}(void* const* arguments) {{
     cuda_on_cpu::call_kernel(&cuda_on_cpu::kernel::{0}, arguments);
@@ -140,16 +142,20 @@ def _needed(directory: Path, source: str) -> list[Path]:
     return found
 
 
-def _unit(source: Path) -> str:
-    """What the compiler gets: the kernel's source in a namespace, and a way into each of its kernels."""
-    entries = re.findall(r'extern\s+"C"\s+__global__[^({;]*?(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(', source.read_text())
+def _unit(source: Path, entry: str) -> str:
+    """What the compiler gets: the kernel's source in a namespace, and ways into its kernels: those that no macro hides."""
+    depth, visible = 0, ""
+    for line in source.read_text().splitlines(keepends=True):
+        depth += bool(re.match(r"\s*#\s*if", line)) - bool(re.match(r"\s*#\s*endif", line))
+        visible += line if depth == 0 else ""
+    entries = {*re.findall(_ENTRY_HEAD, visible), entry}
     return "\n".join(
         [
             '#include "sync_ptx.hpp"',
             "namespace cuda_on_cpu::kernel {",
             f'#include "{source.name}"',
             "}",
-            *(_ENTRY.format(entry) for entry in entries),
+            *(_ENTRY.format(name) for name in sorted(entries)),
         ]
     )
 
@@ -169,7 +175,7 @@ def load(spec: KernelSpec, directory: Path = KERNEL_DIR) -> Kernel:
     with tempfile.TemporaryDirectory() as folder:
         write_emulated(sources, Path(folder))
         unit = Path(folder) / "emulated_unit.cpp"
-        unit.write_text(_unit(sources[0]))
+        unit.write_text(_unit(sources[0], spec.entry))
         defines = [f"-D{name}={value}" for name, value in spec.macros]
         flags = [*_FLAGS, *_KERNEL_FLAGS, *defines, f"-I{HERE}", f"-I{folder}", str(unit)]
         library = _library(Path(spec.source).stem, flags, [*sources, HERE / "sources.py", HERE / "build.py"], folder)

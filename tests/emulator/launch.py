@@ -33,7 +33,8 @@ class Launch:
         kernel: from `load`.
         grid: CTAs in x, y, z.
         block: threads of a CTA.
-        args: ctypes values, or ints for pointers and 64-bit sizes, as `warpring.runtime.launch.launch` takes them.
+        args: ctypes values, and ints for pointers and 64-bit sizes, as `warpring.runtime.launch.launch` takes them; or
+            tensors, which live as long as the launch.
         smem_bytes: dynamic shared memory; None for what the kernel's spec says.
         overlaps_previous: programmatic dependent launch, as the project launches all its kernels.
     """
@@ -96,7 +97,7 @@ def run(
 
 def _spec(launch: Launch, kept: list[Any]) -> _GridSpec:
     kernel = launch.kernel
-    values = [value if isinstance(value, _SIMPLE) else ctypes.c_int64(value) for value in launch.args]
+    values = [_value(arg) for arg in launch.args]
     sizes = tuple(ctypes.sizeof(value) for value in values)
     if sizes != kernel.argument_sizes:
         raise EmulationError(
@@ -127,7 +128,10 @@ def _spec(launch: Launch, kept: list[Any]) -> _GridSpec:
     )
 
 
-_SIMPLE = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
+def _value(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        arg = arg.data_ptr()
+    return ctypes.c_int64(arg) if isinstance(arg, int) else arg
 
 
 def _with_lines(report: str) -> str:

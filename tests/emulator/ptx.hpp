@@ -155,8 +155,18 @@ inline void bulk_load(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, u
 inline bool mbarrier_try_wait(uint32_t smem_barrier, uint32_t parity, Site site = here()) {
     return mbarrier_wait_at(smem_barrier, parity, true, site);
 }
+inline void mbarrier_wait(uint32_t smem_barrier, uint32_t parity, Site site = here()) {
+    while (!mbarrier_wait_at(smem_barrier, parity, true, site)) {
+    }
+}
 inline bool mbarrier_test_wait(uint32_t smem_barrier, uint32_t parity, Site site = here()) {
     return mbarrier_wait_at(smem_barrier, parity, false, site);
+}
+inline void bulk_copy(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier, Site site = here()) {
+    bulk_load_at(smem_dst, gmem_src, bytes, smem_barrier, site);
+}
+inline void bulk_copy_once(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier, Site site = here()) {
+    bulk_load_at(smem_dst, gmem_src, bytes, smem_barrier, site);
 }
 inline void bulk_store(void* gmem_dst, uint32_t smem_src, uint32_t bytes, Site site = here()) { bulk_store_at(gmem_dst, smem_src, bytes, site); }
 inline void bulk_commit() { commit_copies(Copies::kBulkStores); }

@@ -190,23 +190,30 @@ void fiber_ended(Fiber* fiber);  // instructions.cpp: who waited for it waits no
 
 namespace {
 
+// "0-3,7" of a mask.
+std::string ranges(uint32_t lanes) {
+    std::string text;
+    for (int lane = 0; lane < 32; ++lane) {
+        if (!(lanes >> lane & 1u)) continue;
+        const int first = lane;
+        while (lane < 31 && (lanes >> (lane + 1) & 1u)) ++lane;
+        text += (text.empty() ? "" : ",") + std::to_string(first) + (lane > first ? "-" + std::to_string(lane) : "");
+    }
+    return text;
+}
+
+// One line for all lanes of a warp that wait at one place.
 std::string deadlock_report(const char* why) {
-    // One line for all lanes of a warp that wait at one place.
-    std::map<std::string, std::string> lanes;
+    std::map<std::string, uint32_t> lanes;
     for (const auto& cta : machine->resident)
-        for (const Fiber& fiber : cta->fibers) {
-            if (fiber.state == State::kDone) continue;
-            std::string key = name_of(*cta) + ", warp " + std::to_string(fiber.warp) + ": " + fiber.waits_for + " at " + place(fiber.site);
-            lanes[key] += (lanes[key].empty() ? "" : ",") + std::to_string(fiber.lane);
-        }
+        for (const Fiber& fiber : cta->fibers)
+            if (fiber.state != State::kDone)
+                lanes[name_of(*cta) + ", warp " + std::to_string(fiber.warp) + ": " + fiber.waits_for + " at " + place(fiber.site)] |= 1u << fiber.lane;
     std::string report = why;
     int left = 40;
-    for (const auto& [where, who] : lanes) {
-        if (left-- == 0) {
-            report += "\n  ...";
-            break;
-        }
-        report += "\n  " + where + ", lanes " + who;
+    for (const auto& [where, mask] : lanes) {
+        if (left-- == 0) return report + "\n  ...";
+        report += "\n  " + where + ", lanes " + ranges(mask);
     }
     return report;
 }

@@ -18,16 +18,25 @@ _EXTERN_SHARED = re.compile(
     r"extern\s+__shared__\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)([\w:]+)\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)(\w+)\s*\[\s*\]\s*;"
 )
 _SHARED = re.compile(
-    r"(?:static\s+)?__shared__\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)([\w:]+(?:<[^;{}]*?>)?)\s+(\w+)\s*((?:\[[^\]]*\]\s*)*);"
+    r"(?:static\s+)?__shared__\s+((?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)*)([\w:]+(?:<[^;{}]*?>)?)\s+(\w+)\s*((?:\[(?:[^\[\]]|\[[^\]]*\])*\]\s*)*);"
 )
 
 
 @dataclass(frozen=True)
 class Function:
-    """One function definition that holds inline assembly: its name, and its signature with spaces made even."""
+    """One function definition that holds inline assembly.
+
+    Attributes:
+        name: without its namespace.
+        returns: its result type.
+        parameters: their types.
+        is_template: whether template parameters come first.
+    """
 
     name: str
-    signature: str
+    returns: str
+    parameters: tuple[str, ...]
+    is_template: bool
 
 
 def _blank(text: str) -> str:
@@ -55,21 +64,31 @@ def _definitions(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def _function(head: str) -> Function:
-    """From the text before a definition's body."""
-    flat = " ".join(_blank(head).split())
-    name = re.search(r"(\w+)\s*\(", re.sub(r"__launch_bounds__\s*\([^)]*\)|__maxnreg__\s*\([^)]*\)|__align__\s*\([^)]*\)", "", flat))
-    if name is None:
-        raise ValueError(f"no function name in: {flat}")
-    flat = re.sub(r"__device__|__forceinline__|\binline\b|\bstatic\b", "", flat)
-    return Function(name[1], " ".join(flat.split()))
+def _function(definition: str) -> Function:
+    """From the text of a definition."""
+    head = " ".join(_blank(definition).split("{")[0].split())
+    is_template = head.startswith("template")
+    head = re.sub(r"__launch_bounds__\s*\([^)]*\)|__align__\s*\([^)]*\)|^template\s*<[^>]*>", "", head)
+    head = re.sub(r"__device__|__forceinline__|__noinline__|\b(?:inline|static|constexpr)\b", "", head)
+    found = re.match(r"\s*(.+?)(\w+)\s*\((.*)\)[^)]*$", head)
+    if found is None:
+        raise ValueError(f"no function in: {head}")
+    parameters = [_type_of(part) for part in re.split(r",(?![^<(]*[>)])", found[3]) if part.strip()]
+    return Function(found[2], found[1].strip(), tuple(parameters), is_template)
+
+
+def _type_of(parameter: str) -> str:
+    """`const float (&d)[4] = x` -> `const float (&)[4]`, `int n` -> `int`."""
+    parameter = parameter.split("=")[0].strip()
+    if "(&" in parameter:
+        return re.sub(r"\(&\s*\w+\)", "(&)", parameter)
+    return re.sub(r"(?<=[\s*&])\w+$", "", parameter).strip()
 
 
 def assembly_functions(text: str) -> list[Function]:
     """Every function of `text` whose body holds an asm statement."""
-    return [
-        _function(text[start:end].split("{")[0]) for start, end in _definitions(text) if _has_assembly(text[start:end])
-    ]
+    definitions = [text[start:end] for start, end in _definitions(text)]
+    return [_function(definition) for definition in definitions if _has_assembly(definition)]
 
 
 def _has_assembly(text: str) -> bool:
@@ -89,7 +108,7 @@ def emulated(text: str, path: str) -> str:
         head = _blank(definition).split("{")[0]
         if re.match(r"\s*(?:struct|class|union|namespace)\b", head):
             raise ValueError(f"{path}: inline assembly inside `{head.strip()}`; put it into a function of its own")
-        name = _function(head).name
+        name = _function(definition).name
         # An overload that stays would hide the emulated ones.
         using = f"using ::cuda_on_cpu::{name};" if re.search(rf"\b{name}\s*\([^;{{]*\)\s*\{{", kept) else ""
         first = start + len(head) - len(head.lstrip())

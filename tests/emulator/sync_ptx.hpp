@@ -84,6 +84,18 @@ inline void warpgroup_wait(Site site = here()) {
     wgmma_wait_at(groups_left, site);
 }
 
+// Registers are the compiler's here.
+template <class T, int count>
+inline void hold(T (&)[count]) {}
+template <int count>
+inline void registers_more(Site site = here()) {
+    gather(0xffffffffu, "registers_more", nullptr, 0, true, site);
+}
+template <int count>
+inline void registers_fewer(Site site = here()) {
+    gather(0xffffffffu, "registers_fewer", nullptr, 0, true, site);
+}
+
 template <int N>
 inline void wgmma_e4m3(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc, int scale_d, Site site = here()) {
     wgmma_at(d, N, {a0, a1, a2, a3}, b_desc, scale_d, Operand::kE4M3, site);
