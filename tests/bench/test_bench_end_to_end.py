@@ -21,7 +21,8 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "end_to_end.py"
 CPU = torch.device("cpu")
 SIZES = [
     "--device", "cpu", "--model", "h64xi32xe4xk2", "--layers", "3", "--heads", "4", "--kv-heads", "2",
-    "--head-dim", "32", "--vocabulary", "128", "--batches", "1,3", "--contexts", "16", "--weight-sets", "2", "--repeats", "1",
+    "--head-dim", "32", "--vocabulary", "128", "--batches", "1,3", "--contexts", "16",
+    "--weight-sets", "2", "--repeats", "1",
 ]  # fmt: skip
 
 

@@ -110,6 +110,19 @@ SCHEMA: dict[str, dict[str, Field]] = {
         "attention_share": _FLOAT,
         "other_share": _FLOAT,
     },
+    "profile": {
+        "path": _PATH,
+        "num_tokens": _INT,
+        "kernel": _STR,
+        "dram_gbs": _FLOAT,
+        "fraction_of_peak": _FLOAT,
+        "issue_share": _FLOAT,
+        "occupancy": _FLOAT,
+        "registers": _INT,
+        "smem_bytes": _INT,
+        "spill_bytes": _INT,
+        "stalls": _STR,
+    },
     "expert_parallel": {
         "num_ranks": _INT,
         "tokens_per_rank": _INT,
@@ -144,6 +157,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "decode": ("model", "format", "num_tokens", "topk", "routing", "p50_us", "unique_bytes"),
     "accuracy": ("model", "format", "path", "num_tokens", "inputs", "cosine_min", "max_abs_diff", "rms_rel_error"),
     "end_to_end": ("model", "format", "batch", "tokens_per_s"),
+    "profile": ("model", "format", "path", "num_tokens", "kernel", "p50_us", "dram_gbs", "registers", "spill_bytes"),
     "expert_parallel": ("model", "format", "num_ranks", "tokens_per_rank", "p50_us"),
     "perplexity": ("checkpoint", "format", "held_out_tokens", "perplexity"),
 }

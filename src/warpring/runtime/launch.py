@@ -43,6 +43,11 @@ def load(spec: KernelSpec, device_index: int) -> Any:
     return kernel
 
 
+def loaded_kernels() -> list[tuple[KernelSpec, int]]:
+    """What this process has loaded so far: kernels, each with the index of its GPU."""
+    return list(_loaded)
+
+
 def _allow_smem(kernel: Any, num_bytes: int, device_index: int) -> None:
     """Raise the kernel's limit of dynamic shared memory where it is above the 48 KiB that need no asking."""
     if num_bytes <= 48 * 1024:
