@@ -37,7 +37,7 @@ class WorkspaceBusyError(WarpringError, RuntimeError):
 
 
 class PoisonedError(WarpringError, RuntimeError):
-    """A layer object failed earlier and refuses to run; close it and build it anew."""
+    """A layer object failed earlier, or was closed, and refuses to run; build it anew."""
 
 
 class PeerTimeoutError(WarpringError, TimeoutError):
