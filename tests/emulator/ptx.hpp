@@ -58,6 +58,8 @@ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     };
     return product(0) | product(16);
 }
+inline uint32_t mul_bf16x2_by_low(uint32_t a, uint32_t b) { return mul_bf16x2(a, (b & 0xffffu) * 0x10001u); }
+inline uint32_t mul_bf16x2_by_high(uint32_t a, uint32_t b) { return mul_bf16x2(a, (b >> 16) * 0x10001u); }
 
 // ---- tensor cores of a warp ----------------------------------------------------------------------------------------
 
@@ -145,6 +147,9 @@ inline void st_shared_128(uint32_t smem, uint4 value, Site site = here()) {
 inline void mbarrier_init(uint32_t smem_barrier, uint32_t arrivals, Site site = here()) { mbarrier_init_at(smem_barrier, arrivals, site); }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint32_t smem_barrier, Site site = here()) { mbarrier_arrive_at(smem_barrier, 1, 0, site); }
+inline void mbarrier_arrive_if(uint32_t smem_barrier, bool arrives, Site site = here()) {
+    if (arrives) mbarrier_arrive_at(smem_barrier, 1, 0, site);
+}
 inline void mbarrier_arrive_expect_tx(uint32_t smem_barrier, uint32_t bytes, Site site = here()) {
     mbarrier_arrive_at(smem_barrier, 1, bytes, site);
 }

@@ -1,0 +1,116 @@
+// ep_experts_products.cuh   128 rows of weights times up to 64 tokens: what the consumer warpgroups do with the stages.
+//
+// Sums are formed on the tensor cores over a group of columns that share a token's scale (128 or 64), then multiplied by the
+// row's and the token's scale and added in FP32. Two groups alternate: the registers of one are decoded while the products of
+// the other run. The order of additions depends on nothing but the sizes of the layer.
+#pragma once
+#include "ep_experts_common.cuh"
+
+struct Consumer {
+    Smem& smem;
+    int warp, lane;  // of the 8 consumer warps
+    Ring<kWeightStages> weights;
+    Ring<kTokenStages> tokens;
+};
+
+template <int N, class Format, bool kSecond>
+struct Products {
+    static constexpr int kGroupColumns = kFp8 && !kSecond ? 128 : 64;
+    static constexpr int kSteps = kGroupColumns / 32;
+    static constexpr int kGroupsOfChunk = kChunkColumns / kGroupColumns;
+    static constexpr int kGroups = kSecond ? kNeuronTasks : kHiddenPadded / kGroupColumns;
+
+    Consumer& me;
+    float sum[N / 2];
+    float part[2][N / 2];
+    uint32_t a[2][kSteps][kStepRegisters];
+    RowScales rows[2];
+    int stage[2];  // of the tokens that a group reads
+
+    __device__ __forceinline__ explicit Products(Consumer& consumer) : me(consumer) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) sum[i] = part[0][i] = part[1][i] = 0.f;
+    }
+
+    // Starts the products of the next group in buffer b.
+    template <int b>
+    __device__ __forceinline__ void start(bool last) {
+        constexpr int kPlace = kGroupsOfChunk == 1 ? 0 : b;  // of the group in its chunk
+        const uint32_t codes = smem_address(me.smem.weights[me.weights.stage]);
+        if (kPlace == 0) wait_barrier(me.smem.weights_full[me.weights.stage], me.weights.parity);
+        rows[b] = Format::scales(codes, me.warp, me.lane);
+        Format::template decode<kSteps>(codes, smem_address(me.smem.lut), rows[b], kPlace * kSteps, me.warp, me.lane, a[b]);
+        if (kPlace == 0) wait_barrier(me.smem.tokens_full[me.tokens.stage], me.tokens.parity);
+        stage[b] = me.tokens.stage;
+        const uint64_t image = b_descriptor(smem_address(me.smem.tokens[stage[b]]), N);
+        warpgroup_arrive();
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) multiply(part[b], a[b][s], image + (kPlace * kSteps + s) * (kFp8 ? 2 : 4) * N, s > 0);
+        warpgroup_commit();
+        if (kPlace == kGroupsOfChunk - 1 || last) {
+            // The codes are in registers: the products that have been started have read them from there.
+            __syncwarp();
+            arrive_if(me.smem.weights_empty[me.weights.stage], me.lane == 0);
+            me.weights.advance();
+            me.tokens.advance();
+        }
+    }
+
+    // 32 columns: one product of E4M3, or two of FP16. A product reads 32 bytes of every token, 2 N units of 16 bytes.
+    static __device__ __forceinline__ void multiply(float (&d)[N / 2], const uint32_t (&a)[kStepRegisters], uint64_t image, int adds) {
+        if constexpr (kFp8) {
+            wgmma_e4m3<N>(d, a[0], a[1], a[2], a[3], image, adds);
+        } else {
+            wgmma_f16<N>(d, a[0], a[1], a[2], a[3], image, adds);
+            wgmma_f16<N>(d, a[4], a[5], a[6], a[7], image + 2 * N, 1);
+        }
+    }
+
+    // Adds the finished sums of buffer b. The last stage of a task is kept: it holds the block's info.
+    template <int b>
+    __device__ __forceinline__ void finish(bool last) {
+        constexpr int kPlace = kGroupsOfChunk == 1 ? 0 : b;
+        hold(part[b]);
+        const uint32_t scales = smem_address(me.smem.tokens[stage[b]]) + kTokenScales + (kSecond ? kPlace : 0) * kBlockM * 4;
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j) {
+            const uint2 bits = ld_shared_64(scales + (8 * j + 2 * (me.lane % 4)) * 4);
+            const float x[2] = {__uint_as_float(bits.x), __uint_as_float(bits.y)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sum[4 * j + i] = fmaf(part[b][4 * j + i], (i < 2 ? rows[b].low : rows[b].high) * x[i % 2], sum[4 * j + i]);
+        }
+        if (kPlace == kGroupsOfChunk - 1 && !last) release(stage[b]);
+    }
+
+    __device__ __forceinline__ void release(int token_stage) {
+        __syncwarp();
+        arrive_if(me.smem.tokens_empty[token_stage], me.lane == 0);
+    }
+
+    // `count` groups, one behind the other: while one is on the tensor cores the next is decoded. At the end none is: products
+    // in flight over the end of a loop are beyond what the compiler follows, it would run all of them one at a time.
+    template <int count, int done = 0>
+    __device__ __forceinline__ void run_some(bool last) {
+        start<done % 2>(last && done == count - 1);
+        if constexpr (done > 0) {
+            warpgroup_wait<1>();
+            finish<(done - 1) % 2>(false);
+        }
+        if constexpr (done + 1 < count) {
+            run_some<count, done + 1>(last);
+        } else {
+            warpgroup_wait<0>();
+            finish<done % 2>(last);
+        }
+    }
+
+    // All of the task's groups. Returns the stage of tokens that the caller releases after the epilogue.
+    __device__ __forceinline__ int run() {
+        constexpr int kAtOnce = 4, kRest = (kGroups - 1) % kAtOnce + 1;
+#pragma unroll 1
+        for (int i = 0; i < kGroups - kRest; i += kAtOnce) run_some<kAtOnce>(false);
+        run_some<kRest>(true);
+        return stage[(kRest - 1) % 2];
+    }
+};
