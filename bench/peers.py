@@ -25,7 +25,7 @@ import torch
 from warpring.bench.adapters import ADAPTERS, find_peers, why_not
 from warpring.bench.console import HEADER, describe, row
 from warpring.bench.inputs import make_routing, random_experts
-from warpring.bench.layer import LEAST_COSINE, LayerBench
+from warpring.bench.layer import LEAST_COSINE, LayerBench, least_cosine
 from warpring.bench.peer import Peer
 from warpring.bench.records import append
 from warpring.bench.shapes import parse_shape
@@ -116,7 +116,8 @@ def try_peer(name: str, model: str, format: str, device: torch.device) -> dict[s
         given = call()
         y = given if isinstance(given, torch.Tensor) else out
         exact = moe_exact(x, experts, routing.topk_idx, routing.topk_weights, torch.float32)
-        cosine = min(cosine, float(torch.nn.functional.cosine_similarity(exact, y.float(), dim=1).min().nan_to_num(-1)))
+        found = least_cosine(exact, y.float())
+        cosine = min(cosine, found) if found == found else -1.0  # NaN is wrong too
         if device.type == "cuda" and capturable:
             try:
                 capture([call]).replay()

@@ -197,3 +197,20 @@ def test_other_content_is_refused_by_file_name(tmp_path: Path, text: str) -> Non
     path.write_text(text)
     with pytest.raises(ArgumentError, match=r"load\.json must hold"):
         read_load(path)
+
+
+def test_one_rank_of_many_sees_its_share_of_the_routing() -> None:
+    shape = MODELS["deepseek-v3-ep8"]
+    routing = make_routing(shape, 512, seed=1)
+    whole = make_routing(MODELS["deepseek-v3"], 512, seed=1)
+    local = routing.topk_idx >= 0
+    assert routing.topk_idx.min() == -1
+    assert routing.topk_idx.max() == shape.num_experts - 1
+    assert 0.9 < local.sum() / 512 < 1.1, "8 slots over 256 experts, of which the rank has 32"
+    assert torch.equal(routing.topk_idx, whole.topk_idx.where(whole.topk_idx < 32, torch.tensor(-1)))
+    assert torch.equal(routing.topk_weights, whole.topk_weights)
+
+
+def test_router_that_chooses_from_fewer_experts_than_there_are_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="routed_over must be 0 or at least num_experts=8; got 4"):
+        LayerShape("x", 64, 32, 8, 2, routed_over=4)

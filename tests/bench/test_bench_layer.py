@@ -171,3 +171,18 @@ def test_peer_with_a_wrong_result_is_not_timed() -> None:
 
     with pytest.raises(WarpringError, match="'other' gives a wrong result"):
         next(bench().run([1], ["reference"], peers=[copying_peer(bind=bind)]))
+
+
+def test_rank_with_few_of_the_experts_is_benched_though_some_tokens_have_none() -> None:
+    rank = LayerShape("rank", hidden=64, intermediate=32, num_experts=3, topk=2, routed_over=12)
+    recs = next(replace(bench(), shape=rank).run([4], ["reference", "classical"]))
+    whole = next(replace(bench(), shape=replace(rank, routed_over=0)).run([4], ["reference"]))[0]
+    assert recs[0]["unique_bytes"] < whole["unique_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("y", "least"),
+    [([[0.0, 0.0], [1.0, 1.0]], 1.0), ([[0.0, 1e-3], [1.0, 1.0]], -1.0), ([[0.0, 0.0], [-1.0, -1.0]], -1.0)],
+)
+def test_token_without_experts_must_give_exactly_zero(y: list[list[float]], least: float) -> None:
+    assert layer.least_cosine(torch.tensor([[0.0, 0.0], [2.0, 2.0]]), torch.tensor(y)) == pytest.approx(least)

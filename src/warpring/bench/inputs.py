@@ -96,7 +96,8 @@ class Routing:
     """Where a batch goes.
 
     Attributes:
-        topk_idx: [num_tokens, topk] int64, as routers give it, distinct within a token.
+        topk_idx: [num_tokens, topk] int64, as routers give it, distinct within a token; -1 where the router chose an
+            expert of another rank.
         topk_weights: [num_tokens, topk] float32, positive, adding up to 1 a token.
     """
 
@@ -119,7 +120,7 @@ def make_routing(
     """A random routing on the CPU; equal seeds give equal routings.
 
     Args:
-        shape: gives num_experts and topk.
+        shape: gives num_experts, topk and routed_over.
         num_tokens: tokens in the batch.
         kind: "uniform": every expert as likely; "zipf": the r-th expert with probability ~ 1 / r; "recorded":
             as likely as `load` says. Which expert is the hot one is drawn anew with each seed.
@@ -130,11 +131,13 @@ def make_routing(
         ArgumentError: an unknown kind; "recorded" without a load, or a load with it that cannot be one.
     """
     generator = torch.Generator().manual_seed(seed)
-    share = _expert_share(shape.num_experts, kind, load)
-    share = share[torch.randperm(shape.num_experts, generator=generator)]
+    total = shape.routed_over or shape.num_experts
+    share = _expert_share(total, kind, load)
+    share = share[torch.randperm(total, generator=generator)]
     # The largest of log p + Gumbel noise are a draw without replacement in proportion to p.
-    noise = -torch.empty(num_tokens, shape.num_experts, dtype=torch.float64).exponential_(generator=generator).log()
+    noise = -torch.empty(num_tokens, total, dtype=torch.float64).exponential_(generator=generator).log()
     topk_idx = (share.log() + noise).topk(shape.topk, dim=1).indices
+    topk_idx[topk_idx >= shape.num_experts] = -1
     scores = torch.randn(num_tokens, shape.topk, generator=generator)
     return Routing(topk_idx.contiguous(), scores.softmax(dim=1))
 

@@ -24,6 +24,8 @@ class LayerShape:
         shared_experts: experts that see every token (outside the routed layer, not benched here).
         router: how scores become weights, in words.
         published: number formats in which checkpoints are published, in words.
+        routed_over: experts that the router chooses from, where the layer holds but the first `num_experts` of them:
+            one rank of expert parallelism. 0 means `num_experts`.
     """
 
     name: str
@@ -36,6 +38,7 @@ class LayerShape:
     shared_experts: int = 0
     router: str = "softmax"
     published: str = "BF16"
+    routed_over: int = 0
 
     def __post_init__(self) -> None:
         for field in ("hidden", "intermediate"):
@@ -47,6 +50,11 @@ class LayerShape:
                 )
         if not 1 <= self.num_experts <= 1024:
             raise ArgumentError(f"LayerShape: num_experts must be 1 to 1024; got {self.num_experts} in {self.name!r}.")
+        if self.routed_over and self.routed_over < self.num_experts:
+            raise ArgumentError(
+                f"LayerShape: routed_over must be 0 or at least num_experts={self.num_experts}; got {self.routed_over} "
+                f"in {self.name!r}."
+            )
         if not 1 <= self.topk <= min(32, self.num_experts):
             raise ArgumentError(
                 f"LayerShape: topk must be 1 to {min(32, self.num_experts)} (at most 32 and at most num_experts); "
@@ -80,6 +88,7 @@ def _models() -> tuple[LayerShape, ...]:
         _gpt_oss("gpt-oss-120b", 128),
         LayerShape("mixtral-8x7b", 4096, 14336, 8, 2),
         LayerShape("deepseek-v3", 7168, 2048, 256, 8, shared_experts=1, router=groups, published="FP8 128x128"),
+        LayerShape("deepseek-v3-ep8", 7168, 2048, 32, 8, router=groups, published="FP8 128x128", routed_over=256),
         _deepseek_v4("deepseek-v4-flash", 4096, 2048, 256, "sqrt-softplus, x1.5"),
         _deepseek_v4("deepseek-v4.1-flash", 5120, 2304, 384, "sqrt-softplus + bias, x1.5"),
         LayerShape("glm-5.2", 6144, 2048, 256, 8, shared_experts=1, router="sigmoid + bias, x2.5", published=both),
@@ -88,7 +97,8 @@ def _models() -> tuple[LayerShape, ...]:
     )
 
 
-#: Every named shape. DeepSeek-V4.1-Flash and GLM-5.2 are second-hand figures.
+#: Every named shape. DeepSeek-V4.1-Flash and GLM-5.2 are second-hand figures; deepseek-v3-ep8 is what one of eight
+#: ranks holds of DeepSeek-V3.
 MODELS: dict[str, LayerShape] = {shape.name: shape for shape in _models()}
 
 _FREE = re.compile(r"h(\d+)xi(\d+)xe(\d+)xk(\d+)")
