@@ -14,7 +14,7 @@ import torch
 
 from warpring.errors import UnsupportedError
 from warpring.formats import ceil_div
-from warpring.kernels.tile import MAX_PAIRS, POLICIES
+from warpring.kernels.tile import MAX_COLUMNS, MAX_PAIRS, POLICIES
 from warpring.layout import RECORD_BYTES, PackedExperts
 from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
@@ -95,8 +95,8 @@ def run_of(num_records: int, record_bytes: int, most_bytes: int) -> int:
 
 def _routing_bytes(num_experts: int, warps: int) -> int:
     """sizeof(Routing) of tile_common.cuh."""
-    distinct = min(num_experts, MAX_PAIRS)
-    shorts = 2 * (2 * distinct + 1 + 2 * MAX_PAIRS)
+    entries = min(num_experts, MAX_PAIRS) + MAX_PAIRS // MAX_COLUMNS
+    shorts = 2 * (2 * entries + 1 + 2 * MAX_PAIRS)
     return ceil_div(shorts, 4) * 4 + 4 * num_experts + 4 * warps + 4
 
 

@@ -20,6 +20,8 @@ from warpring.runtime.workspace import scratch
 
 #: (token, slot) pairs of one launch: their down projections are held in shared memory.
 MAX_PAIRS = 512
+#: Pairs of one expert that are multiplied at once; what more want reads the expert's weights again.
+MAX_COLUMNS = 64
 _STAGES = 2
 #: Warps of a CTA: gate_up has 8, and two CTAs an SM; down has 8 for one token, which wants few experts, else 16.
 _GATE_UP_WARPS = 8
@@ -56,8 +58,8 @@ def _smem_bytes(format: str, num_experts: int, warps: int, exchange_bytes: int) 
     record = RECORD_BYTES[format]
     records = 4 if record >= 1024 else 8 if record >= 512 else 16
     ring = warps * _STAGES * records * record
-    distinct = min(num_experts, MAX_PAIRS)
-    shorts = 2 * (2 * distinct + 1 + 2 * MAX_PAIRS)
+    entries = min(num_experts, MAX_PAIRS) + MAX_PAIRS // MAX_COLUMNS
+    shorts = 2 * (2 * entries + 1 + 2 * MAX_PAIRS)
     routing = ceil_div(shorts, 4) * 4 + 4 * num_experts + 4 * warps + 4
     return ceil_div(ring + exchange_bytes + 8 * warps * _STAGES + routing, 128) * 128
 

@@ -20,6 +20,7 @@ using Index = WARPRING_INDEX;
 
 constexpr int kColumns = 8;       // tokens of one mma
 constexpr int kMaxPairs = 512;    // (token, slot) pairs of a launch
+constexpr int kMaxColumns = 64;   // pairs of one expert that are multiplied at once
 constexpr int kStages = 2;           // copies in flight a warp, about 4 KB each
 constexpr int kStageRecords = Format::kRecordBytes >= 1024 ? 4 : Format::kRecordBytes >= 512 ? 8 : 16;
 constexpr int kStageBytes = kStageRecords * Format::kRecordBytes;
@@ -32,15 +33,16 @@ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b 
 
 // Which experts the batch wants, and which (token, slot) pairs want each: a counting sort by expert in shared memory, done
 // by every CTA for itself. The order of an expert's pairs is not fixed, and no bit depends on it: each pair is a column of
-// its own.
+// its own. An expert that more than kMaxColumns pairs want stands in the list once for every kMaxColumns of them.
+constexpr int kMaxEntries = (kExperts < kMaxPairs ? kExperts : kMaxPairs) + kMaxPairs / kMaxColumns;
 struct Routing {
-    uint16_t expert[kExperts < kMaxPairs ? kExperts : kMaxPairs];        // distinct experts, ascending
-    uint16_t first[(kExperts < kMaxPairs ? kExperts : kMaxPairs) + 1];   // where an expert's pairs start
+    uint16_t expert[kMaxEntries];        // wanted experts, ascending
+    uint16_t first[kMaxEntries + 1];     // where an entry's pairs start
     uint16_t pairs[kMaxPairs];                                           // token * topk + slot
     uint16_t ids[kMaxPairs];                                             // expert of a pair, or kUnused
     int32_t count[kExperts];                                             // pairs, then the next free place, of an expert
     int32_t warp_total[kWarps];
-    int32_t num_distinct;
+    int32_t num_distinct;  // entries
 };
 constexpr uint16_t kUnused = 0xffff;
 
@@ -56,13 +58,13 @@ __device__ __forceinline__ void find_pairs(Routing& smem, const Index* gmem_topk
         if (used) atomicAdd(&smem.count[id], 1);
     }
     __syncthreads();
-    // One scan for both: distinct experts in the high half, pairs in the low half of a word.
+    // One scan for both: entries in the high half, pairs in the low half of a word.
     int32_t own = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
         const int e = threadIdx.x * kPerThread + i;
         const int32_t n = e < kExperts ? smem.count[e] : 0;
-        own += n + (n > 0) * 0x10000;
+        own += n + ceil_div(n, kMaxColumns) * 0x10000;
     }
     int32_t upto = own;
 #pragma unroll
@@ -84,11 +86,11 @@ __device__ __forceinline__ void find_pairs(Routing& smem, const Index* gmem_topk
     for (int i = 0; i < kPerThread; ++i) {
         const int e = threadIdx.x * kPerThread + i;
         const int32_t n = e < kExperts ? smem.count[e] : 0;
-        if (n > 0) {
+        if (n > 0) smem.count[e] = before & 0xffff;
+        for (int left = n; left > 0; left -= kMaxColumns) {
             smem.expert[before >> 16] = uint16_t(e);
             smem.first[before >> 16] = uint16_t(before & 0xffff);
-            smem.count[e] = before & 0xffff;
-            before += n + 0x10000;
+            before += min(left, kMaxColumns) + 0x10000;
         }
     }
     if (threadIdx.x == 0) {

@@ -2,7 +2,8 @@
 //
 // Grid     (hidden / 16) CTAs of 8 or 16 warps; a CTA owns 16 output rows of every token. Its warps deal out the experts that
 //          the batch wants among them, whole rows each.
-// Reads    every wanted weight byte once, through a ring of bulk copies a warp; act from L1/L2
+// Reads    every wanted weight byte once for each 64 pairs of its expert, through a ring of bulk copies a warp; act from
+//          L1/L2
 // Bound    HBM: distinct experts * hidden * intermediate * bytes_per_weight
 // Sync     before the wait it reads topk_idx and topk_weights and requests the first weights: complete by then, since gate_up
 //          let this kernel start only after its own wait; then waits for act. One barrier, between the dot products of

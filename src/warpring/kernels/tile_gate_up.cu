@@ -2,7 +2,8 @@
 //
 // Grid     one or more CTAs an SM, 8 warps each. The panels (8 neurons: gate and up rows) of the experts that the batch
 //          wants are one list, cut into equal runs, one a CTA. A warp owns an eighth of the columns of every panel.
-// Reads    every wanted weight byte once, in the order of memory, through a ring of bulk copies a warp; x from L1/L2
+// Reads    every wanted weight byte once for each 64 pairs of its expert, in the order of memory, through a ring of bulk
+//          copies a warp; x from L1/L2
 // Bound    HBM: distinct experts * 2 * intermediate * hidden * bytes_per_weight
 // Sync     waits for its predecessor before anything is read (topk_idx and x may be its output), then lets the down
 //          kernel start. Inside a CTA: one barrier a panel, between partial sums and their reader (double-buffered).
