@@ -134,6 +134,22 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     return v;
 }
 
+// The same with one half of `b` for both products; a modifier of the multiplication, not an instruction.
+__device__ __forceinline__ uint32_t mul_bf16x2_by_low(uint32_t a, uint32_t b) {
+    uint32_t v;
+    asm("{ .reg .b16 lo, hi; .reg .b32 both; mov.b32 {lo, hi}, %2; mov.b32 both, {lo, lo}; mul.rn.bf16x2 %0, %1, both; }"
+        : "=r"(v)
+        : "r"(a), "r"(b));
+    return v;
+}
+__device__ __forceinline__ uint32_t mul_bf16x2_by_high(uint32_t a, uint32_t b) {
+    uint32_t v;
+    asm("{ .reg .b16 lo, hi; .reg .b32 both; mov.b32 {lo, hi}, %2; mov.b32 both, {hi, hi}; mul.rn.bf16x2 %0, %1, both; }"
+        : "=r"(v)
+        : "r"(a), "r"(b));
+    return v;
+}
+
 __device__ __forceinline__ uint32_t cvt_f32_bf16x2(float high, float low) {
     uint32_t v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));

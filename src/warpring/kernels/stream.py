@@ -7,23 +7,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from warpring.errors import UnsupportedError
 from warpring.formats import ceil_div
-from warpring.kernels.tile import MAX_COLUMNS, MAX_PAIRS, POLICIES
+from warpring.kernels.tile import MAX_COLUMNS, MAX_PAIRS
 from warpring.layout import RECORD_BYTES, PackedExperts
 from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import float32, int32, launch, load, pointer
 from warpring.runtime.workspace import scratch
 
-#: Shared memory that a CTA may have, and that a multiprocessor has, of which each CTA costs 1 KiB more than it asks for.
+#: Shared memory that a CTA may have, and that of a multiprocessor, where each CTA costs 1 KiB more than it asks for.
 CTA_SMEM_BYTES = 227 * 1024
 SM_SMEM_BYTES = 228 * 1024
+_POLICIES = {
+    "bf16": "TileBf16",
+    "fp8_block": "TileFp8Block",
+    "fp8_channel": "TileFp8Channel",
+    "mxfp8": "StreamMxfp8",
+    "mxfp4": "StreamMxfp4",
+    "nvfp4": "StreamNvfp4",
+}
 _CHUNK_BYTES = 18 * 1024
 _SPLITS = (8, 9, 7, 10, 6, 5, 4, 11, 12, 3, 2, 1)
 _MOST_RUN = 16
@@ -90,7 +98,9 @@ def split_of(num_records: int, record_bytes: int) -> tuple[int, int]:
 
 def run_of(num_records: int, record_bytes: int, most_bytes: int) -> int:
     """Records of a run of the down kernel: the most that divide a row and fit `most_bytes`, one at least."""
-    return max(n for n in range(1, num_records + 1) if num_records % n == 0 and (n == 1 or n * record_bytes <= most_bytes))
+    return max(
+        n for n in range(1, num_records + 1) if num_records % n == 0 and (n == 1 or n * record_bytes <= most_bytes)
+    )
 
 
 def _routing_bytes(num_experts: int, warps: int) -> int:
@@ -126,22 +136,47 @@ def down_smem(format: str, intermediate: int, num_experts: int, config: Config) 
     return _round_up(_round_up(stages * run * record) + staged + sums + 8 * stages + routing + 16)
 
 
-def config_for(
-    format: str, hidden: int, intermediate: int, num_experts: int, topk: int, num_tokens: int
-) -> Config:
-    """The configuration for a batch: for few tokens both kernels fit a multiprocessor together, for more each has it alone.
+def config_for(format: str, hidden: int, intermediate: int, num_experts: int, topk: int, num_tokens: int) -> Config:
+    """The configuration for a batch: few pairs let both kernels fit a multiprocessor, with more each has it alone.
 
     Raises:
         UnsupportedError: sizes whose smallest configuration does not fit shared memory.
     """
-    few = num_tokens * topk <= 32
     sizes = (format, hidden, intermediate, num_experts)
-    if few:
-        columns = 1 if num_tokens == 1 else 2 if num_tokens == 2 else 4
-        wanted = Config(1, 128, 6, columns, 1, 96, 8, 2, 4352, columns, 32)
-    else:
-        wanted = Config(2, 96, 4, 4, 1, 128, 8, 3, 4352, 8, MAX_PAIRS)
-    return shrink(wanted, *sizes)
+    return together(*sizes, topk, num_tokens) if num_tokens * topk <= 32 else alone(*sizes)
+
+
+def together(format: str, hidden: int, intermediate: int, num_experts: int, topk: int, num_tokens: int) -> Config:
+    """Both kernels fit a multiprocessor beside each other, where shared memory allows: down starts while gate_up runs.
+
+    Raises:
+        UnsupportedError: sizes whose smallest configuration does not fit shared memory.
+    """
+    sizes = (format, hidden, intermediate, num_experts)
+    pairs = next(n for n in (32, 64, 128, 256, MAX_PAIRS) if num_tokens * topk <= n)
+    columns = min(4, 1 << (num_tokens - 1).bit_length())
+    wanted = Config(1, 112, 5, columns, 1, 96, 8, 3, 4352, columns, pairs)
+    config = shrink(wanted, *sizes)
+
+    def fit(config: Config) -> bool:
+        both = gate_up_smem(format, hidden, num_experts, config) + down_smem(format, intermediate, num_experts, config)
+        return both + 2 * 1024 <= SM_SMEM_BYTES
+
+    for name, least in (("down_stages", 2), ("gate_up_stages", 4), ("down_columns", 1), ("gate_up_columns", 1)):
+        while not fit(config) and getattr(config, name) > least:
+            value = getattr(config, name)
+            config = replace(config, **{name: value - 1 if name.endswith("stages") else value // 2})
+    return config
+
+
+def alone(format: str, hidden: int, intermediate: int, num_experts: int) -> Config:
+    """Each kernel has the multiprocessors for itself: as much in flight and as many warps as fit.
+
+    Raises:
+        UnsupportedError: sizes whose smallest configuration does not fit shared memory.
+    """
+    wanted = Config(2, 96, 4, 4, 1, 128, 16, 3, 2176, 4, MAX_PAIRS)
+    return shrink(wanted, format, hidden, intermediate, num_experts)
 
 
 def shrink(wanted: Config, format: str, hidden: int, intermediate: int, num_experts: int) -> Config:
@@ -150,31 +185,25 @@ def shrink(wanted: Config, format: str, hidden: int, intermediate: int, num_expe
     Raises:
         UnsupportedError: sizes whose smallest configuration does not fit shared memory.
     """
-    values = {**wanted.__dict__}
 
-    def fits(gate_up: bool) -> bool:
-        config = Config(**values)
-        ctas = config.gate_up_ctas if gate_up else config.down_ctas
-        used = (
-            gate_up_smem(format, hidden, num_experts, config)
-            if gate_up
-            else down_smem(format, intermediate, num_experts, config)
-        )
-        return used <= min(CTA_SMEM_BYTES, SM_SMEM_BYTES // ctas - 1024)
+    def used(config: Config, kind: str) -> int:
+        if kind == "gate_up":
+            return gate_up_smem(format, hidden, num_experts, config)
+        return down_smem(format, intermediate, num_experts, config)
 
-    for gate_up, columns, stages in ((True, "gate_up_columns", "gate_up_stages"), (False, "down_columns", "down_stages")):
-        while not fits(gate_up) and values[stages] > 3:
-            values[stages] -= 1
-        while not fits(gate_up) and values[columns] > 0:
-            values[columns] //= 2
-        while not fits(gate_up) and values[stages] > 1:
-            values[stages] -= 1
-        if not fits(gate_up):
+    config = wanted
+    for kind in ("gate_up", "down"):
+        room = min(CTA_SMEM_BYTES, SM_SMEM_BYTES // getattr(config, f"{kind}_ctas") - 1024)
+        for name, least in ((f"{kind}_stages", 3), (f"{kind}_columns", 0), (f"{kind}_stages", 1)):
+            while used(config, kind) > room and getattr(config, name) > least:
+                value = getattr(config, name)
+                config = replace(config, **{name: value - 1 if name.endswith("stages") else value // 2})
+        if used(config, kind) > room:
             raise UnsupportedError(
                 f"stream kernels: {format} with hidden {hidden}, intermediate {intermediate}, {num_experts} experts do "
                 "not fit shared memory. Use path='warp'."
             )
-    return Config(**values)
+    return config
 
 
 @lru_cache(maxsize=1024)
@@ -194,7 +223,7 @@ def kernel_specs(
 
     def spec(kind: str, warps: int, stages: int, columns: int, registers: int, smem: int, **own: object) -> KernelSpec:
         macros = {
-            "FORMAT": POLICIES[format],
+            "FORMAT": _POLICIES[format],
             "HIDDEN": hidden,
             "INTERMEDIATE": intermediate,
             "TOPK": topk,
@@ -287,9 +316,10 @@ def _launch_both(
 ) -> None:
     num_tokens, topk = topk_idx.shape
     specs = specs_of(packed, topk, topk_idx.dtype, num_tokens, config)
-    with torch.cuda.device(x.device.index), scratch(
-        num_tokens * topk * packed.intermediate * 2, x.device, torch.cuda.current_stream()
-    ) as act:
+    with (
+        torch.cuda.device(x.device.index),
+        scratch(num_tokens * topk * packed.intermediate * 2, x.device, torch.cuda.current_stream()) as act,
+    ):
         launch_gate_up(specs, x, packed, topk_idx, act)
         launch_down(specs, act, packed, topk_idx, topk_weights, out)
 

@@ -9,10 +9,8 @@
 //   WARPRING_REGISTERS   registers a thread, so that as many CTAs as wanted fit a multiprocessor
 // None of them changes a bit of the result.
 #pragma once
-#include "tile_common.cuh"
-#ifdef WARPRING_STREAM_E2M1
 #include "stream_formats.cuh"
-#endif
+#include "tile_common.cuh"
 
 constexpr int kRing = WARPRING_STAGES;
 constexpr int kStaged = WARPRING_COLUMNS;
@@ -108,44 +106,70 @@ struct GlobalColumns {
     }
 };
 
+// The FP32 scales of 128 x 128 blocks that a run meets, of the panel's two halves. Where runs are aligned to blocks they are
+// requested before the wait for the weights, else record by record.
+template <int kRun>
+struct BlockScales {
+    static constexpr bool kUsed = Format::kBlockScale, kAhead = kUsed && kRun % 4 == 0;
+    static constexpr int kBlocks = kAhead ? kRun / 4 : 1;
+    const float *gmem_low, *gmem_high;
+    float low[kBlocks], high[kBlocks];
+
+    // Scales of the run that starts at `record` of the panel.
+    __device__ __forceinline__ BlockScales(const float* low_row, const float* high_row, int record) {
+        if constexpr (kUsed) {
+            gmem_low = low_row;
+            gmem_high = high_row;
+        }
+        if constexpr (kAhead) {
+#pragma unroll
+            for (int i = 0; i < kBlocks; ++i) {
+                low[i] = ld_scale_f32(low_row + record / 4 + i);
+                high[i] = ld_scale_f32(high_row + record / 4 + i);
+            }
+        }
+    }
+    __device__ __forceinline__ float2 at(int record, int i) const {
+        if constexpr (kAhead) return {low[i / 4], high[i / 4]};
+        return {ld_scale_f32(gmem_low + (record + i) / 4), ld_scale_f32(gmem_high + (record + i) / 4)};
+    }
+};
+
 // Adds the products of kRun records at `smem_run` with kTiles x 8 columns, in groups: what a group reads is requested before
-// anything of it is multiplied, but for activations of many tiles, which would take too many registers. With block scales, `gmem_low` and `gmem_high` are those of the panel's two halves, one per 4
-// records, and `record` is the run's place in the panel.
+// anything of it is multiplied, but for activations of many tiles, which would take too many registers. `record` is the run's
+// place in the panel.
 template <int kRun, int kTiles, class Columns>
 __device__ __forceinline__ void add_run(float (&sum)[kTiles][4], uint32_t smem_run, const Columns& columns, int lane,
-                                        const float* gmem_low, const float* gmem_high, int record) {
-    constexpr int kGroup = kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1;
-    constexpr bool kAhead = kTiles <= 2;
-#pragma unroll(kAhead ? kRun : 1)
+                                        const BlockScales<kRun>& scales, int record) {
+    constexpr int kGroup = kTiles == 1 ? 4 : kTiles == 2 && kRun % 2 == 0 ? 2 : 1;
+    constexpr bool kAhead = kTiles <= 2, kWhole = kRun % kGroup == 0;
+#pragma unroll(kTiles == 1 ? kRun : 1)
     for (int first = 0; first < kRun; first += kGroup) {
         typename Format::Raw raw[kGroup];
         uint4 x[kGroup][kTiles];
-        float low[kGroup], high[kGroup];
 #pragma unroll
-        for (int i = 0; i < kGroup && first + i < kRun; ++i) {
+        for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
             raw[i] = Format::load(smem_run + (first + i) * Format::kRecordBytes, lane);
 #pragma unroll
             for (int t = 0; t < kTiles; ++t)
                 if constexpr (kAhead) x[i][t] = columns.load(first + i, t);
-            if constexpr (Format::kBlockScale) {
-                low[i] = ld_scale_f32(gmem_low + (record + first + i) / 4);
-                high[i] = ld_scale_f32(gmem_high + (record + first + i) / 4);
-            }
         }
 #pragma unroll
-        for (int i = 0; i < kGroup && first + i < kRun; ++i) {
+        for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
             Operands w;
             Format::unpack(raw[i], w);
+            float2 scale;
+            if constexpr (Format::kBlockScale) scale = scales.at(record, first + i);
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
                 const uint4 x_tile = kAhead ? x[i][t] : columns.load(first + i, t);
                 if constexpr (Format::kBlockScale) {
                     float part[4] = {0.f, 0.f, 0.f, 0.f};
                     multiply(part, w, x_tile);
-                    sum[t][0] = fmaf(low[i], part[0], sum[t][0]);
-                    sum[t][1] = fmaf(low[i], part[1], sum[t][1]);
-                    sum[t][2] = fmaf(high[i], part[2], sum[t][2]);
-                    sum[t][3] = fmaf(high[i], part[3], sum[t][3]);
+                    sum[t][0] = fmaf(scale.x, part[0], sum[t][0]);
+                    sum[t][1] = fmaf(scale.x, part[1], sum[t][1]);
+                    sum[t][2] = fmaf(scale.y, part[2], sum[t][2]);
+                    sum[t][3] = fmaf(scale.y, part[3], sum[t][3]);
                 } else {
                     multiply(sum[t], w, x_tile);
                 }
@@ -157,14 +181,14 @@ __device__ __forceinline__ void add_run(float (&sum)[kTiles][4], uint32_t smem_r
 // The same with columns read from global memory, `gmem_of(column)` their first value of the run for this lane: four tiles at a
 // time, the run decoded again for the next four, since more would not fit the registers.
 template <int kRun, int kTiles, class GmemOf>
-__device__ __forceinline__ void add_global(float (&sum)[kTiles][4], uint32_t smem_run, int lane, const float* gmem_low,
-                                           const float* gmem_high, int record, const GmemOf& gmem_of) {
+__device__ __forceinline__ void add_global(float (&sum)[kTiles][4], uint32_t smem_run, int lane, const BlockScales<kRun>& scales,
+                                           int record, const GmemOf& gmem_of) {
     constexpr int kPass = kTiles < 4 ? kTiles : 4;
 #pragma unroll
     for (int first = 0; first < kTiles; first += kPass) {
         GlobalColumns<kPass> columns;
 #pragma unroll
         for (int t = 0; t < kPass; ++t) columns.gmem[t] = gmem_of((first + t) * kColumns + lane / 4);
-        add_run<kRun>(*reinterpret_cast<float(*)[kPass][4]>(&sum[first]), smem_run, columns, lane, gmem_low, gmem_high, record);
+        add_run<kRun>(*reinterpret_cast<float(*)[kPass][4]>(&sum[first]), smem_run, columns, lane, scales, record);
     }
 }

@@ -141,13 +141,14 @@ __device__ __forceinline__ void do_expert(Smem& smem, Ring& ring, Source& source
     for (int record = 0; record < kRecords; record += kRun) {
         const int stage = ring.turn.stage;
         const uint32_t smem_run = ring.smem_weights + stage * kRunBytes;
+        const BlockScales<kRun> scales(gmem_scale, gmem_scale, record);
         wait(ring.smem_full + stage * 8, ring.turn.parity);
         if constexpr (kInShared) {
             const StagedColumns staged{ring.act_of(stage) + g % kOwn * 64 + q * 16};
-            add_run<kRun>(sum, smem_run, staged, lane, gmem_scale, gmem_scale, record);
+            add_run<kRun>(sum, smem_run, staged, lane, scales, record);
         } else {
             const uint16_t* gmem_act = args.gmem_act + record * kRecordCols + q * 8;
-            add_global<kRun>(sum, smem_run, lane, gmem_scale, gmem_scale, record, [&](int column) {
+            add_global<kRun>(sum, smem_run, lane, scales, record, [&](int column) {
                 return gmem_act + int64_t(smem_pairs[min(column, count - 1)]) * kIntermediate;
             });
         }

@@ -188,13 +188,14 @@ __device__ __forceinline__ void do_panels(Smem& smem, const Args& args, const Wa
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const int record = chunk * kChunkRecords + warp * kRun;
             const uint32_t smem_run = smem_address(smem.ring[turns.chunk.stage]) + warp * (kRun * Format::kRecordBytes);
+            const BlockScales<kRun> scales(gmem_low, gmem_high, record);
             wait(smem_address(&smem.full[turns.chunk.stage]), turns.chunk.parity);
             if constexpr (kInShared) {
                 const StagedColumns staged{smem_x + chunk * (kRun * kStaged * 64)};
-                add_run<kRun>(sum, smem_run, staged, lane, gmem_low, gmem_high, record);
+                add_run<kRun>(sum, smem_run, staged, lane, scales, record);
             } else {
                 const uint16_t* gmem_x = args.gmem_x + record * kRecordCols + q * 8;
-                add_global<kRun>(sum, smem_run, lane, gmem_low, gmem_high, record, [&](int column) {
+                add_global<kRun>(sum, smem_run, lane, scales, record, [&](int column) {
                     return gmem_x + wanted.smem_pairs[min(column, wanted.count - 1)] / kTopk * args.x_stride;
                 });
             }
