@@ -92,6 +92,7 @@ class ExpertParallelDecode:
         timeout: float = DEFAULT_TIMEOUT,
         require_green: bool = False,
         index_dtype: torch.dtype = torch.int64,
+        child_graph: bool = False,
     ) -> None:
         """Meet the other ranks, compare what is to be built, and build it; a collective of the group.
 
@@ -105,6 +106,7 @@ class ExpertParallelDecode:
             timeout: seconds that a rank waits for another, here and in every call.
             require_green: raise where the device cannot be partitioned, instead of falling back to two plain streams.
             index_dtype: dtype of topk_idx in calls on a GPU, int32 or int64.
+            child_graph: in a capture, add the call as one explicit child graph, instead of capturing its launches.
 
         Raises:
             ArgumentError: experts that do not fit the problem.
@@ -120,12 +122,13 @@ class ExpertParallelDecode:
         self._pending: Handle | None = None
         self._number = 0
         self._unusable: str | None = None
+        self._ids = index_dtype if self._device.type != "cpu" else None
         if self._device.type == "cpu":
             engine = GlooEngine(problem, group, experts, shared, timeout)
         else:
-            from warpring.expert_parallel.roles import KernelEngine, Options
+            from warpring.expert_parallel.engine import KernelEngine, Options
 
-            options = Options(comm_sms, num_slots, require_green, index_dtype)
+            options = Options(comm_sms, num_slots, require_green, index_dtype, child_graph)
             engine = KernelEngine(problem, group, experts, shared, timeout, options)
         self._engine: Engine | None = engine
         self.rank = engine.ranks.rank
@@ -211,7 +214,7 @@ class ExpertParallelDecode:
                     "call at a time. Receive it first, or build a second layer."
                 )
             engine = self._usable_engine()
-            call = make_call(self.problem, self._device, x, topk_idx, topk_weights, num_tokens, shared)
+            call = make_call(self.problem, self._device, x, topk_idx, topk_weights, num_tokens, shared, self._ids)
             if out is not None:
                 check_out(out, x)
             with self._poisons():
