@@ -26,7 +26,7 @@ _STAGES = 2
 #: Warps of a CTA: gate_up has 8, and two CTAs an SM; down has 8 for one token, which wants few experts, else 16.
 _GATE_UP_WARPS = 8
 _GATE_UP_CTAS = 2
-POLICIES = {
+_POLICIES = {
     "bf16": "TileBf16",
     "fp8_block": "TileFp8Block",
     "fp8_channel": "TileFp8Channel",
@@ -73,7 +73,7 @@ def kernel_specs(
     def spec(source: str, entry: str, warps: int, exchange_bytes: int, *extra: tuple[str, str]) -> KernelSpec:
         smem = _smem_bytes(format, num_experts, warps, exchange_bytes)
         macros = (
-            ("WARPRING_FORMAT", POLICIES[format]),
+            ("WARPRING_FORMAT", _POLICIES[format]),
             ("WARPRING_HIDDEN", str(hidden)),
             ("WARPRING_INTERMEDIATE", str(intermediate)),
             ("WARPRING_TOPK", str(topk)),
