@@ -76,7 +76,7 @@ inline int exponent_of(double value, int min_exponent) { return std::max(std::il
 inline float tensor_core_sum(const float* a, const float* b, int count, float c, int min_exponent, int fraction_bits,
                              int result_bits) {
     double plain = c;
-    int largest = c == 0 ? -1000 : exponent_of(c, -126);
+    int largest = c == 0 ? -900 : exponent_of(c, -126);
     for (int i = 0; i < count; ++i) {
         plain += double(a[i]) * b[i];
         if (a[i] != 0 && b[i] != 0)
