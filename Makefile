@@ -15,10 +15,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format bench tables wheel hooks clean
+.PHONY: help demo test test-gpu lint format bench bench-all tables wheel hooks clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: setup-demo ## write text with the trained model in examples/, through warp decode
 	@$(BIN)/warpring generate $(ARGS)
@@ -40,6 +40,9 @@ format: setup-test ## rewrite the sources to the style
 
 bench: setup-test ## measure the rows of README's table on this GPU, into bench/results
 	@$(BIN)/python bench/decode.py $(ARGS)
+
+bench-all: setup-test ## measure every figure of docs/ on this GPU, step by step; a second call goes on
+	@PYTHON=$(BIN)/python bash bench/gpu_session.sh $(ARGS)
 
 tables: setup-test ## write the tables and plots of README and docs from bench/results
 	@$(BIN)/python -m warpring.bench.tables

@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python bench/decode.py                                     the rows of README.md
     PYTHONPATH=src python bench/decode.py --models gpt-oss-20b --formats mxfp4 --time-budget 300
+    PYTHONPATH=src python bench/decode.py --bar --paths warp,tile             every row of docs/performance.md's bar
 
 Afterwards `python -m warpring.bench.tables` writes the tables and `python bench/plots.py` the plots. Where the code
 runs without its git history, name its commit: WARPRING_COMMIT=$(git rev-parse --short=12 HEAD).
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from warpring.bench import bar
 from warpring.bench.console import HEADER, describe, row
 from warpring.bench.inputs import read_load
 from warpring.bench.layer import LayerBench
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--batches", type=words, default=[str(batch) for batch in BATCHES])
     parser.add_argument("--paths", type=words, default=list(DECODE_PATHS))
     parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf", "recorded"))
+    parser.add_argument("--bar", action="store_true", help="the bar's models, formats, batches and routings instead")
     parser.add_argument("--load", type=Path, default=LOAD, help="the experts' load for --routing recorded")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -49,16 +52,18 @@ def main() -> int:
     parser.add_argument("--time-budget", type=float, metavar="S", help="start no further batch after S seconds")
     args = parser.parse_args()
     start = time.monotonic()
-    load = read_load(args.load) if args.routing == "recorded" else None
-    batches = [int(batch) for batch in args.batches]
-    work = [(model, format) for model in args.models for format in args.formats]
+    load = read_load(args.load) if args.bar or args.routing == "recorded" else None
+    every = [int(batch) for batch in args.batches]
+    asked = {(model, format, args.routing): every for model in args.models for format in args.formats}
+    work = bar.groups() if args.bar else asked
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     left: list[str] = []
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
-        task = progress.add_task("", total=len(work) * len(batches))
-        for model, format in work:
-            bench = LayerBench(parse_shape(model), format, args.routing, args.device, args.repeats, args.seed, load)
-            label = f"{model} {format}"
+        task = progress.add_task("", total=sum(map(len, work.values())))
+        for (model, format, routing), batches in work.items():
+            recorded = load if routing == "recorded" else None
+            bench = LayerBench(parse_shape(model), format, routing, args.device, args.repeats, args.seed, recorded)
+            label = f"{model} {format}" if routing == "uniform" else f"{model} {format} {routing}"
             runs = bench.run(
                 batches,
                 args.paths,

@@ -26,10 +26,10 @@ from warpring.bench.adapters import ADAPTERS, find_peers, why_not
 from warpring.bench.console import HEADER, describe, row
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.layer import LEAST_COSINE, LayerBench, least_cosine
+from warpring.bench.markdown import BATCHES
 from warpring.bench.peer import Peer
 from warpring.bench.records import append
 from warpring.bench.shapes import parse_shape
-from warpring.bench.tables import BATCHES
 from warpring.bench.timing import capture
 from warpring.reference import moe_exact
 

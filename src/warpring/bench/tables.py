@@ -12,61 +12,22 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from warpring.bench.bar import bar
+from warpring.bench.compared import end_to_end, ncu, peers
+from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import FORMATS, Record, load, newest
 from warpring.errors import ArgumentError
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
 #: What the decode tables show.
 DECODE_MODEL = "qwen3-30b-a3b"
 DECODE_FORMATS = ("mxfp8", "bf16", "mxfp4")
 DECODE_PATHS = ("warp", "tile", "classical")
-NOT_MEASURED = "not measured"
-#: What does not apply.
-DASH = "-"
 
 _BLOCK = re.compile(r"(<!-- table:([a-z0-9_-]+) -->\n)(.*?)(<!-- /table:\2 -->)", re.DOTALL)
 _MARK = re.compile(r"<!-- /?table:([^ ]*) -->")
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is right-aligned."""
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, rule, *rows))
-
-
-def provenance(records: Sequence[Record]) -> str:
-    """One line that says on what, with what and when `records` were measured."""
-    if not records:
-        return ""
-
-    def all_of(name: str) -> str:
-        return ", ".join(sorted({rec[name] for rec in records if name in rec}))
-
-    gpus, cpus, peaks = all_of("gpu"), all_of("cpu"), [r["read_peak_gbs"] for r in records if "read_peak_gbs" in r]
-    parts = [f"{gpus}, driver {all_of('driver')}, CUDA {all_of('cuda')}"] if gpus else []
-    parts += [cpus] if cpus else []
-    parts.append(f"torch {all_of('torch')}")
-    if peaks:
-        low, high = min(peaks) / 1e3, max(peaks) / 1e3
-        parts.append(
-            f"read peak {low:.2f} TB/s" if f"{low:.2f}" == f"{high:.2f}" else f"read peak {low:.2f} to {high:.2f} TB/s"
-        )
-    days = sorted({rec["date"][:10] for rec in records})
-    parts.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
-    parts.append(f"commit {all_of('commit')}")
-    return f"\nMeasured on {'; '.join(parts)}.\n"
-
-
-def on_latest_gpu(records: Sequence[Record]) -> list[Record]:
-    """Those of the GPU that was measured last; all of them where none is of a GPU."""
-    gpus = [rec for rec in records if "gpu" in rec]
-    if not gpus:
-        return list(records)
-    last = max(gpus, key=lambda rec: rec["date"])["gpu"]
-    return [rec for rec in gpus if rec["gpu"] == last]
 
 
 def decode_records(records: Sequence[Record], formats: Sequence[str]) -> dict[tuple[str, str, int], Record]:
@@ -245,6 +206,10 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "accuracy": accuracy,
     "accuracy-overview": accuracy_overview,
     "perplexity": perplexity,
+    "bar": bar,
+    "peers": peers,
+    "end-to-end": end_to_end,
+    "ncu": ncu,
 }
 
 

@@ -1,0 +1,131 @@
+"""Tables of comparisons: other libraries' layers, a whole model under each path, kernels under Nsight Compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from warpring.bench.adapters import ADAPTERS
+from warpring.bench.bar import PATHS
+from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
+from warpring.bench.records import OWN_IMPL, Record, newest
+
+#: What bench/peers.py measures.
+PEER_LAYERS = (
+    ("qwen3-30b-a3b", "fp8_block"),
+    ("qwen3-30b-a3b", "bf16"),
+    ("h2048xi512xe256xk8", "fp8_block"),
+    ("h2048xi512xe256xk8", "bf16"),
+)
+#: What bench/end_to_end.py measures.
+DECODE_BATCHES, CONTEXTS = (1, 4, 16, 32), (1 << 10, 4 << 10, 16 << 10, 32 << 10)
+#: Batch -> the least factor over the classical path in every context.
+LEAST_FACTOR = {1: 1.84, 4: 1.84, 32: 1.0}
+
+
+def peers(records: Sequence[Record]) -> str:
+    """A row a layer and batch: our fastest path, and each peer's time with how many times ours it is."""
+    decode = [rec for rec in records if rec["bench"] == "decode" and "gpu" in rec and rec["routing"] == "uniform"]
+    points = newest(on_latest_gpu(decode), ("model", "format", "num_tokens", "impl", "path"))
+    used: list[Record] = []
+    rows: list[list[str]] = []
+    for model, format in PEER_LAYERS:
+        for batch in BATCHES:
+            here = [r for r in points if (r["model"], r["format"], r["num_tokens"]) == (model, format, batch)]
+            ours = [r for r in here if r["impl"] == OWN_IMPL and r.get("path") in PATHS]
+            best = min(ours, key=lambda rec: rec["p50_us"], default=None)
+            theirs = {rec["impl"]: rec for rec in here if rec["impl"] in ADAPTERS}
+            if best is not None and theirs:
+                used += [best, *theirs.values()]
+            cells = [NOT_MEASURED if best is None else f"{best['p50_us']:.1f} ({best['path']})"]
+            cells += [_times(theirs.get(name), best) for name in ADAPTERS]
+            rows.append([model, format, str(batch), *cells])
+    return markdown(("model", "format", "tokens", "ours, µs", *ADAPTERS), rows) + provenance(used)
+
+
+def _times(rec: Record | None, best: Record | None) -> str:
+    if rec is None:
+        return DASH
+    return f"{rec['p50_us']:.1f}" + ("" if best is None else f" ({rec['p50_us'] / best['p50_us']:.2f} x)")
+
+
+def end_to_end(records: Sequence[Record]) -> str:
+    """A row a batch and context: tokens a second of each form, our factor, and where the time goes."""
+    whole = [rec for rec in records if rec["bench"] == "end_to_end" and "gpu" in rec]
+    points = newest(on_latest_gpu(whole), ("batch", "context", "impl", "path"))
+    used: list[Record] = []
+    rows: list[list[str]] = []
+    forms = ("auto", "warp", "classical", "transformers_grouped_mm", "transformers_batched_mm")
+    for batch in DECODE_BATCHES:
+        for context in CONTEXTS:
+            found = {
+                rec.get("path", rec["impl"]): rec
+                for rec in points
+                if (rec["batch"], rec["context"]) == (batch, context)
+            }
+            rates = {name: rec["tokens_per_s"] for name, rec in found.items()}
+            used += found.values()
+            rows.append(
+                [
+                    str(batch),
+                    str(context),
+                    *(f"{rates[name]:.0f}" if name in rates else NOT_MEASURED for name in forms),
+                    *_factors(rates, batch),
+                    *_shares(found.get("auto")),
+                ]
+            )
+    header = ("batch", "context", *forms, "auto ÷ classical", "verdict", "experts", "attention", "other")
+    return markdown(header, rows) + provenance(used)
+
+
+def _factors(rates: dict[str, float], batch: int) -> list[str]:
+    if "auto" not in rates or "classical" not in rates:
+        return [DASH, DASH]
+    factor, least = rates["auto"] / rates["classical"], LEAST_FACTOR.get(batch)
+    verdict = DASH if least is None else "met" if factor >= least else f"missed: {least} is asked"
+    return [f"{factor:.2f}", verdict]
+
+
+def _shares(rec: Record | None) -> list[str]:
+    names = ("experts_share", "attention_share", "other_share")
+    return [DASH if rec is None or name not in rec else f"{100 * rec[name]:.0f} %" for name in names]
+
+
+def ncu(records: Sequence[Record]) -> str:
+    """A row a kernel launch, alone and with cold caches."""
+    points = on_latest_gpu([rec for rec in records if rec["bench"] == "profile"])
+    points = newest(points, ("model", "format", "path", "kernel", "num_tokens"))
+    order = ("format", "path", "num_tokens")
+    rows = [
+        [
+            rec["format"],
+            rec["path"],
+            str(rec["num_tokens"]),
+            rec["kernel"],
+            f"{rec['p50_us']:.1f}",
+            f"{rec['dram_gbs'] / 1e3:.2f}",
+            f"{100 * rec['fraction_of_peak']:.0f} %" if "fraction_of_peak" in rec else DASH,
+            f"{100 * rec['issue_share']:.0f} %" if "issue_share" in rec else DASH,
+            f"{100 * rec['occupancy']:.0f} %" if "occupancy" in rec else DASH,
+            str(rec["registers"]),
+            f"{rec['smem_bytes'] / 1024:.1f}" if "smem_bytes" in rec else DASH,
+            str(rec["spill_bytes"]),
+            rec.get("stalls", DASH),
+        ]
+        for rec in sorted(points, key=lambda rec: tuple(rec[name] for name in order))
+    ] or [[NOT_MEASURED] + [DASH] * 12]
+    header = (
+        "format",
+        "path",
+        "tokens",
+        "kernel",
+        "µs, alone",
+        "DRAM TB/s",
+        "of peak",
+        "issue slots",
+        "occupancy",
+        "registers",
+        "shared KiB",
+        "spilled bytes",
+        "longest stalls",
+    )
+    return markdown(header, rows) + provenance(points)

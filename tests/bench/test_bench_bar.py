@@ -1,0 +1,149 @@
+"""The bar's rows and the tables of comparisons: what is met, what is missed, what was not measured."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warpring.bench import bar, read_peak
+from warpring.bench.adapters import ADAPTERS
+from warpring.bench.bar import ROWS, BarRow, groups, most_us
+from warpring.bench.compared import PEER_LAYERS
+from warpring.bench.markdown import NOT_MEASURED
+from warpring.bench.records import FORMATS, Record, load, record
+from warpring.bench.shapes import parse_shape
+from warpring.bench.tables import TABLES
+
+GPU: dict[str, Any] = {"gpu": "GPU X", "driver": "1.2", "cuda": "13.0", "commit": "abc", "date": "2026-05-01T10:00:00Z"}
+
+
+def on_gpu(rec: Record) -> Record:
+    return {name: value for name, value in (rec | GPU).items() if name not in ("cpu", "python")}
+
+
+def decode(path: str | None = "tile", impl: str = "warpring", **changed: Any) -> Record:
+    fields: dict[str, Any] = {
+        "model": "qwen3-30b-a3b", "format": "mxfp8", "num_tokens": 1, "topk": 8, "routing": "uniform", "p50_us": 10.0,
+        "unique_bytes": 40_000_000, "read_peak_gbs": 4000.0, "fraction_of_peak": 1.0,
+    }  # fmt: skip
+    named = {"impl": impl} if path is None else {"path": path}
+    return on_gpu(record("decode", device="cpu", **(fields | named | changed)))
+
+
+def end_to_end(name: str, rate: float, batch: int = 1, context: int = 1024, **changed: Any) -> Record:
+    named = {"impl": name} if name.startswith("transformers") else {"path": name}
+    fields = {"model": "qwen3-30b-a3b", "format": "mxfp8", "batch": batch, "context": context, "tokens_per_s": rate}
+    return on_gpu(record("end_to_end", device="cpu", **(fields | named | changed)))
+
+
+def rows(name: str, records: list[Record]) -> list[list[str]]:
+    lines = [line for line in TABLES[name](records).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_every_row_of_the_bar_can_be_measured() -> None:
+    for row in ROWS:
+        parse_shape(row.model)
+        assert row.format in FORMATS
+        assert row.routing in ("uniform", "zipf", "recorded")
+    assert len({(row.model, row.format, row.routing, row.num_tokens) for row in ROWS}) == len(ROWS)
+    assert sum(map(len, groups().values())) == len(ROWS)
+
+
+def test_stricter_of_time_and_share_counts() -> None:
+    rec = {"unique_bytes": 40_000_000, "read_peak_gbs": 4000.0}  # a floor of 10 us
+    assert most_us(BarRow("m", "bf16", 1, most_us=11.0, least_share=0.8), rec) == 11.0
+    assert most_us(BarRow("m", "bf16", 1, most_us=13.0, least_share=0.8), rec) == pytest.approx(12.5)
+    assert most_us(BarRow("m", "bf16", 1, most_us=13.0), {"unique_bytes": 1}) == 13.0
+    assert most_us(BarRow("m", "bf16", 1), rec) is None
+
+
+@pytest.mark.parametrize(("p50_us", "verdict"), [(10.9, "met"), (10.91, "missed by 0 %"), (21.8, "missed by 100 %")])
+def test_row_is_met_up_to_its_limit_and_missed_beyond(p50_us: float, verdict: str) -> None:
+    assert rows("bar", [decode(p50_us=p50_us)])[0][4:9] == ["tile", f"{p50_us:.1f}", "100 %", "10.9", verdict]
+
+
+def test_fastest_path_of_ours_stands_beside_the_fastest_peer_on_as_many_bytes() -> None:
+    records = [
+        decode("warp", p50_us=9.0),
+        decode("tile", p50_us=8.0),
+        decode("classical", p50_us=1.0),
+        decode(None, "vllm_triton", format="fp8_block", p50_us=23.0),
+        decode(None, "flashinfer_cutlass", format="fp8_block", p50_us=20.0),
+        decode(None, "vllm_triton", format="bf16", p50_us=5.0),
+    ]
+    first = rows("bar", records)[0]
+    assert (first[4], first[5]) == ("tile", "8.0")
+    assert first[-1] == "20.0 (flashinfer_cutlass, fp8_block)"
+
+
+def test_row_without_a_bar_has_no_verdict_and_row_without_a_record_is_not_measured() -> None:
+    found = {tuple(row[:4]): row for row in rows("bar", [decode(routing="zipf")])}
+    assert found["qwen3-30b-a3b", "mxfp8", "zipf", "1"][7:9] == ["-", "-"]
+    assert found["qwen3-30b-a3b", "mxfp8", "uniform", "1"][5:9] == [NOT_MEASURED, "-", "10.9", NOT_MEASURED]
+
+
+def test_peers_table_gives_times_and_factors_by_name() -> None:
+    records = [
+        decode("warp", format="bf16", p50_us=20.0),
+        decode(None, "vllm_triton", format="bf16", p50_us=30.0),
+        decode(None, "unheard-of", format="bf16", p50_us=1.0),
+    ]
+    found = {tuple(row[:3]): row[3:] for row in rows("peers", records)}
+    here = dict(zip(("ours", *ADAPTERS), found["qwen3-30b-a3b", "bf16", "1"], strict=True))
+    assert here["ours"] == "20.0 (warp)"
+    assert here["vllm_triton"] == "30.0 (1.50 x)"
+    assert here["sglang_triton"] == "-"
+    assert len(found) == 7 * len(PEER_LAYERS)
+
+
+def test_whole_model_is_compared_with_the_classical_path_in_every_bucket() -> None:
+    shares = {"experts_share": 0.5, "attention_share": 0.2, "other_share": 0.3}
+    records = [
+        end_to_end("auto", 184.0, **shares),
+        end_to_end("classical", 100.0),
+        end_to_end("transformers_batched_mm", 50.0),
+        end_to_end("auto", 183.0, context=4096),
+        end_to_end("classical", 100.0, context=4096),
+        end_to_end("auto", 99.0, batch=32),
+        end_to_end("classical", 100.0, batch=32),
+    ]
+    found = {(row[0], row[1]): row[2:] for row in rows("end-to-end", records)}
+    assert found["1", "1024"] == ["184", NOT_MEASURED, "100", NOT_MEASURED, "50", "1.84", "met", "50 %", "20 %", "30 %"]
+    assert found["1", "4096"][5:7] == ["1.83", "missed: 1.84 is asked"]
+    assert found["32", "1024"][5:7] == ["0.99", "missed: 1.0 is asked"]
+    assert len(found) == 16
+
+
+def test_kernels_stand_in_order_with_the_newest_profile_of_each() -> None:
+    def profile(kernel: str, num_tokens: int, **changed: Any) -> Record:
+        fields: dict[str, Any] = {
+            "model": "qwen3-30b-a3b", "format": "mxfp8", "path": "tile", "num_tokens": num_tokens, "kernel": kernel,
+            "p50_us": 12.5, "dram_gbs": 3200.0, "fraction_of_peak": 0.71, "registers": 96, "smem_bytes": 66560,
+            "spill_bytes": 0, "stalls": "long_scoreboard 60 %", "issue_share": 0.3, "occupancy": 0.5,
+        }  # fmt: skip
+        return on_gpu(record("profile", device="cpu", **(fields | changed)))
+
+    newer = profile("moe_down_tile", 1) | {"date": "2026-06-01T00:00:00Z", "p50_us": 7.0}
+    found = rows("ncu", [profile("moe_gate_up_tile", 8), profile("moe_down_tile", 1), newer])
+    assert [(row[2], row[3], row[4]) for row in found] == [
+        ("1", "moe_down_tile", "7.0"),
+        ("8", "moe_gate_up_tile", "12.5"),
+    ]
+    assert found[0][5:] == ["3.20", "71 %", "30 %", "50 %", "96", "65.0", "0", "long_scoreboard 60 %"]
+
+
+def test_decode_script_measures_the_rows_of_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(read_peak.READ_BYTES, "cpu", 1 << 20)
+    tiny = ("h64xi32xe6xk2", "mxfp8")
+    monkeypatch.setattr(bar, "ROWS", (BarRow(*tiny, 1), BarRow(*tiny, 3), BarRow(*tiny, 2, "recorded")))
+    output = tmp_path / "decode.jsonl"
+    argv = ["decode.py", "--bar", "--paths", "reference", "--repeats", "1", "--device", "cpu", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(Path(__file__).parents[2] / "bench" / "decode.py"), run_name="__main__")
+    assert [(r["num_tokens"], r["routing"]) for r in load(output)] == [(1, "uniform"), (3, "uniform"), (2, "recorded")]
