@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `warpring tune` measured on this machine decides no test."""
+    nowhere = tmp_path_factory.mktemp("untuned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warpring.policy.tuned_dir", lambda: nowhere)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -329,20 +329,6 @@ def test_no_step_away_from_the_cpu_reads_a_value_on_the_host(num_experts: int) -
     assert (y.shape, y.dtype, y.device.type) == ((5, 32), torch.bfloat16, "meta")
 
 
-def test_more_groups_than_one_call_takes_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The split that 1024 experts need on CUDA, with the limit lowered and torch's own grouped GEMM on the CPU.
-    generator = torch.Generator().manual_seed(33)
-    weights = classical._Projection(FORMATS["bf16"].quantize(torch.randn(6, 64, 32, generator=generator)), None)
-    groups = pad(torch.randint(0, 6, (40, 2), generator=generator), 6)
-    rows = torch.randn(groups.row_token.numel(), 32, generator=generator).bfloat16()
-    expected = classical._gemm_by_library(rows, weights, groups.ends)
-    monkeypatch.setattr(classical, "_MAX_CUDA_GROUPS", 6)
-    split = classical._gemm_by_library(rows, weights, groups.ends)
-    used = int(groups.ends[-1])
-    assert torch.equal(split[:used], expected[:used])
-    assert rms_rel_error(split[:used], classical._gemm_by_blocks(rows, weights, groups.ends)[:used].double()) < 2**-8
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_gpu_matches_cpu_in_a_cuda_graph(format: str) -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from moe_inputs import make_inputs
 
+from warpring.activation import gpt_oss_swiglu
 from warpring.errors import UnsupportedError
 from warpring.formats import FORMATS, QuantizedTensor, get_format
-from warpring.layout import PackedMatrix, pack
+from warpring.layout import PackedMatrix, pack, pack_experts, unpack, unpack_experts
 
 
 def bf16_pair_values(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,3 +140,90 @@ def test_nan_code_of_fp8_is_refused_by_name(fmt: str) -> None:
     stored.data.view(torch.uint8)[0, 9, 3] = 0x7F
     with pytest.raises(UnsupportedError, match="NaN codes"):
         pack(stored)
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(as_integers(a), as_integers(b))
+
+
+def as_integers(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+def assert_same(a: QuantizedTensor, b: QuantizedTensor) -> None:
+    assert (a.format, a.shape) == (b.format, b.shape)
+    for name in ("data", "scale", "global_scale"):
+        assert same_bits(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_unpack_gives_back_every_bit(fmt: str, matrix: str) -> None:
+    stored: QuantizedTensor = getattr(make_inputs(1, 160, 96, 3, 1, format=fmt, seed=7).experts, matrix)
+    assert_same(unpack(pack(stored), fmt), stored)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_channel", "nvfp4"])
+def test_unpack_gives_back_every_code(fmt: str) -> None:
+    """All 256 bytes of codes but the NaNs of E4M3, in every place of a record."""
+    stored = make_inputs(1, 256, 256, 1, 1, format=fmt, seed=8).experts.w2
+    size = stored.data.numel()
+    codes = (torch.arange(size) * 7 + torch.arange(size) // 256).to(torch.uint8)
+    if fmt in ("mxfp8", "fp8_channel"):
+        codes = torch.where((codes & 0x7F) == 0x7F, 3, codes)
+    stored.data.view(torch.uint8).copy_(codes.view_as(stored.data))
+    assert_same(unpack(pack(stored), fmt), stored)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+def test_unpack_gives_back_scales_of_any_size(fmt: str) -> None:
+    stored = make_inputs(1, 256, 64, 2, 1, format=fmt, seed=9).experts.w2
+    stored.scale.copy_(torch.randperm(stored.scale.numel()).view_as(stored.scale).clamp(max=254))
+    assert {0, 254} <= set(stored.scale.flatten().tolist())
+    assert_same(unpack(pack(stored), fmt), stored)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_and_experts_of_a_matrix_are_those_of_its_weights(fmt: str) -> None:
+    experts = make_inputs(1, 288, 416, 3, 1, format=fmt, seed=10).experts
+    for stored, sizes in ((experts.w13, (0, 416)), (experts.w2, (0, 288))):
+        dense = get_format(fmt).dequantize(stored, torch.float64)
+        packed = pack(stored)
+        for first, last in ((128, 256), (0, 128), (256, sizes[1]), sizes):
+            part = get_format(fmt).dequantize(unpack(packed.rows(first, last), fmt), torch.float64)
+            assert torch.equal(part, dense[..., first:last, :])
+        one = get_format(fmt).dequantize(unpack(packed.expert(2), fmt), torch.float64)
+        assert torch.equal(one, dense[2:])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("num_experts", [1, 9])
+def test_unpack_experts_is_the_inverse_of_pack_experts(fmt: str, num_experts: int) -> None:
+    experts = make_inputs(
+        1, 96, 64, num_experts, 1, format=fmt, activation=gpt_oss_swiglu(), bias=True, seed=11
+    ).experts
+    packed = pack_experts(experts)
+    again = unpack_experts(packed)
+    assert_same(again.w13, experts.w13)
+    assert_same(again.w2, experts.w2)
+    assert again.activation == experts.activation
+    assert again.w13_bias is experts.w13_bias
+    assert again.w2_bias is experts.w2_bias
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_packed_layer_takes_no_more_memory_than_the_weights(fmt: str) -> None:
+    experts = make_inputs(1, 256, 128, 4, 1, format=fmt, bias=True, seed=12).experts
+    packed = pack_experts(experts)
+    assert experts.nbytes <= packed.nbytes <= experts.nbytes + 2 * 4 * 2 * 4  # a matrix scale a half
+    assert packed.bytes_per_expert == packed.nbytes // 4
+    assert f"{fmt}, " in repr(packed)
+
+
+def test_packed_layer_moves_to_another_device() -> None:
+    packed = pack_experts(make_inputs(1, 64, 32, 2, 1, format="fp8_channel", bias=True, seed=13).experts)
+    moved = packed.to("meta")
+    tensors = (*moved.w13.tensors(), *moved.w2.tensors(), moved.w13_bias, moved.w2_bias)
+    assert {t.device.type for t in tensors if t is not None} == {moved.device.type} == {"meta"}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from warpring.decode import moe_decode, precompile
     from warpring.errors import ArgumentError, CheckpointError, CompileError, UnsupportedError, WarpringError
     from warpring.experts import Experts
-    from warpring.layout import PackedExperts, pack_experts
+    from warpring.layout import PackedExperts, pack_experts, unpack_experts
     from warpring.reference import moe_exact
     from warpring.routing import Router
 
@@ -42,6 +42,7 @@ __all__ = [
     "moe_exact",
     "pack_experts",
     "precompile",
+    "unpack_experts",
 ]
 
 _HOMES = {
@@ -49,7 +50,7 @@ _HOMES = {
     "decode": ("moe_decode", "precompile"),
     "errors": ("ArgumentError", "CheckpointError", "CompileError", "UnsupportedError", "WarpringError"),
     "experts": ("Experts",),
-    "layout": ("PackedExperts", "pack_experts"),
+    "layout": ("PackedExperts", "pack_experts", "unpack_experts"),
     "reference": ("moe_exact",),
     "routing": ("Router",),
 }

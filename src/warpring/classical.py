@@ -1,7 +1,8 @@
-"""The classical, expert-centric path in its 8 stages: the baseline that warp decode is measured against, and prefill.
+"""The classical, expert-centric path in its 8 stages: the baseline that warp decode is measured against (W6).
 
 Tokens are packed by expert, so that each expert's weights are read once however many tokens want it; that pays
-at prefill, and costs five stages of bookkeeping (marked *) that compute nothing. In order:
+at prefill, and costs five stages of bookkeeping (marked *) that compute nothing. What prefill really takes is
+`warpring.grouped`, which leaves out all of it that it can. In order:
 
     1 pad *                   sort the (token, slot) pairs by expert, each expert's rows up to a multiple of BLOCK_ROWS
     2 quantize_activations *  x to MXFP8 (E4M3, a UE8M0 scale per 32) and back, as a block-scaled GEMM reads it
@@ -25,28 +26,19 @@ and 10.0; elsewhere torch loops over the experts from the host).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn import functional
 
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div, get_format
 from warpring.formats.mx import MX_BLOCK
+from warpring.gemm import gemm_by_expert, gemm_by_library, row_chunks
 
 #: Rows that an expert's group is padded to a multiple of. On a CPU each GEMM call takes exactly so many rows:
 #: the library then sums every row in one order, whatever the batch (with other counts it may choose another).
 BLOCK_ROWS = 16
-
-# torch's grouped GEMM on CUDA takes fewer groups than this.
-_MAX_CUDA_GROUPS = 1024
-
-# Elements an elementwise step may span. CPU: torch's own grain, below which it does not split the work between
-# threads; a split inside a row would end in scalar code, whose exp differs from the vector code's in the last bit.
-_CPU_ELEMENTS = 1 << 15
-_CUDA_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -188,7 +180,7 @@ def activate(rows: torch.Tensor, experts: Experts, groups: Groups) -> torch.Tens
         row = torch.arange(rows.shape[0], device=rows.device)
         row_expert = torch.bucketize(row, groups.ends, right=True).clamp(max=experts.num_experts - 1)
     act = torch.empty(rows.shape[0], experts.intermediate, device=rows.device)
-    for chunk in _chunks(rows.shape[0], experts.intermediate, rows.device):
+    for chunk in row_chunks(rows.shape[0], experts.intermediate, rows.device):
         halves = rows[chunk].float().view(-1, 2, experts.intermediate)
         if bias is not None and row_expert is not None:
             halves = halves + bias[row_expert[chunk]]
@@ -256,38 +248,10 @@ class _Projection:
 
 def _grouped_gemm(rows: torch.Tensor, weights: _Projection, ends: torch.Tensor) -> torch.Tensor:
     """rows[group e] @ weights[e].T for every expert e; rows past ends[-1] are left unwritten."""
-    return (_gemm_by_blocks if rows.device.type == "cpu" else _gemm_by_library)(rows, weights, ends)
-
-
-def _gemm_by_library(rows: torch.Tensor, weights: _Projection, ends: torch.Tensor) -> torch.Tensor:
-    dense = weights.all().mT
-    if dense.shape[0] < _MAX_CUDA_GROUPS:
-        return functional.grouped_mm(rows, dense, offs=ends)
-    # One expert too many: the last one in a second call, whose first group is everything before it and is discarded.
-    most = functional.grouped_mm(rows, dense[:-1], offs=ends[:-1])
-    last = functional.grouped_mm(rows, dense[-2:], offs=ends[-2:])
-    row = torch.arange(rows.shape[0], device=rows.device)
-    return torch.where((row < ends[-2])[:, None], most, last)
-
-
-def _gemm_by_blocks(rows: torch.Tensor, weights: _Projection, ends: torch.Tensor) -> torch.Tensor:
-    """For a CPU. There torch's own grouped GEMM is a loop like this one, but with a whole group a call."""
-    result = rows.new_empty(rows.shape[0], weights.num_rows)
-    start = 0
-    for expert, end in enumerate(map(int, ends)):
-        if end > start:
-            weight = weights.expert(expert).mT
-            for first in range(start, end, BLOCK_ROWS):
-                torch.mm(rows[first : first + BLOCK_ROWS], weight, out=result[first : first + BLOCK_ROWS])
-            start = end
-    return result
+    if rows.device.type == "cpu":
+        return gemm_by_expert(rows, weights.expert, weights.num_rows, ends, BLOCK_ROWS)
+    return gemm_by_library(rows, weights.all(), ends)
 
 
 def _dequantize(stored: QuantizedTensor) -> torch.Tensor:
     return get_format(stored.format).dequantize(stored, torch.bfloat16)
-
-
-def _chunks(num_rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _CUDA_ELEMENTS) // cols)
-    for start in range(0, num_rows, step):
-        yield slice(start, start + step)

@@ -7,8 +7,9 @@ block scales of the 16 rows. Records of a panel follow each other, so any run of
     lane l = 4 g + q holds rows g and g + 8, columns 8 q .. 8 q + 7 of the record
 
 Codes are stored as bit fields that a mask and few shifts turn into pairs of BF16 (see `tile_formats.cuh`), and block
-scales as BF16 exponents. Packing moves every bit and loses none, with one exception: a block of an MX format that holds
-a NaN becomes a block of NaNs, which no output can tell apart (one NaN in a row makes the row's dot product NaN).
+scales as BF16 exponents. Packing moves every bit and loses none, so `unpack` gives the stored weights back, with one
+exception: a block of an MX format that holds a NaN becomes a block of NaNs, which no output can tell apart (one NaN in
+a row makes the row's dot product NaN).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from warpring.activation import Activation
 from warpring.errors import UnsupportedError
 from warpring.experts import Experts
-from warpring.formats import QuantizedTensor
+from warpring.formats import QuantizedTensor, ceil_div, e2m1
 
 PANEL_ROWS = 16
 RECORD_COLS = 32
@@ -50,9 +51,33 @@ class PackedMatrix:
     row_scale: torch.Tensor | None = None
     block_scale: torch.Tensor | None = None
 
+    @property
+    def num_halves(self) -> int:
+        """2 for w13 (gate, up), 1 for w2."""
+        return self.matrix_scale.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales together."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The stored tensors that exist."""
         return tuple(t for t in (self.records, self.matrix_scale, self.row_scale, self.block_scale) if t is not None)
+
+    def expert(self, expert: int) -> PackedMatrix:
+        """One expert, as a matrix of num_experts 1 that shares storage."""
+        return self.map(lambda t: t[expert : expert + 1])
+
+    def rows(self, first: int, last: int) -> PackedMatrix:
+        """Rows [first, last) of every half of every expert, sharing storage; `first` divides by 128, `last` by 16."""
+        panel = PANEL_ROWS // self.num_halves
+        return PackedMatrix(
+            self.records[:, first // panel : last // panel],
+            self.matrix_scale,
+            None if self.row_scale is None else self.row_scale[:, :, first:last],
+            None if self.block_scale is None else self.block_scale[:, :, first // 128 : ceil_div(last, 128)],
+        )
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> PackedMatrix:
         """The same matrix with `fn` applied to each stored tensor."""
@@ -190,13 +215,85 @@ def _fields_e2m1(panels: torch.Tensor) -> torch.Tensor:
     return _words(half[..., 0] | half[..., 1] << 16)
 
 
+def unpack(packed: PackedMatrix, format: str) -> QuantizedTensor:
+    """The inverse of `pack`: logical [E, 2, intermediate, hidden] of two halves, [E, hidden, intermediate] of one.
+
+    Temporaries take some 10 bytes a weight; take a piece of a layer with `PackedMatrix.expert` or `rows`.
+    """
+    scale = global_scale = None
+    if format == "bf16":
+        panels = packed.records.view(torch.int16).unflatten(-1, (2, 8, 4, 8)).permute(0, 1, 2, 4, 3, 5, 6)
+        data = _rows_of(panels, packed.num_halves).view(torch.bfloat16)
+    elif format in ("mxfp4", "nvfp4"):
+        data = e2m1.pack(_rows_of(_codes_e2m1(packed.records[..., :256]), packed.num_halves))
+    else:
+        data = _rows_of(_codes_e4m3(packed.records[..., :512]), packed.num_halves).view(torch.float8_e4m3fn)
+    if format in _FIELD_EXPONENT:
+        stored = packed.records[..., -16:].unflatten(-1, (8, 2)).permute(0, 1, 2, 4, 3).unsqueeze(-1)
+        scale = _rows_of_scales(stored, packed.num_halves)
+        down = packed.matrix_scale.frexp().exponent[..., None, None] - 1
+        exponents = scale.int() - _FIELD_EXPONENT[format] + down
+        scale = torch.where(scale == _E8M0_NAN, _E8M0_NAN, exponents).to(torch.uint8)
+    elif format == "nvfp4":
+        stored = packed.records[..., 256:].unflatten(-1, (2, 8, 2)).permute(0, 1, 2, 5, 4, 3)
+        scale = _rows_of_scales(stored, packed.num_halves).view(torch.float8_e4m3fn)
+        global_scale = packed.matrix_scale * 2.0**-8
+    elif format == "fp8_channel":
+        scale = None if packed.row_scale is None else packed.row_scale[..., None]
+    elif format == "fp8_block":
+        scale = packed.block_scale
+    cols = packed.records.shape[2] * RECORD_COLS
+    halves = QuantizedTensor(format, (*data.shape[:3], cols), data, scale, global_scale)
+    if packed.num_halves == 2:
+        return halves
+    return replace(halves.map(lambda t: t.squeeze(1)), shape=(data.shape[0], data.shape[2], cols))
+
+
+def _rows_of(panels: torch.Tensor, num_halves: int) -> torch.Tensor:
+    """The inverse of `_panels`: [E, panel, record, g, half, q, 8 weights] -> [E, halves, rows, cols]."""
+    return _join_rows(panels.permute(0, 1, 4, 3, 2, 5, 6).flatten(4), num_halves)
+
+
+def _rows_of_scales(scales: torch.Tensor, num_halves: int) -> torch.Tensor:
+    """The inverse of `_panel_scales`: [E, panel, record, half, g, blocks of a record] -> [E, halves, rows, blocks]."""
+    return _join_rows(scales.permute(0, 1, 3, 4, 2, 5).flatten(4), num_halves)
+
+
+def _join_rows(t: torch.Tensor, num_halves: int) -> torch.Tensor:
+    """The inverse of `_split_rows`."""
+    if num_halves == 2:
+        return t.transpose(1, 2).flatten(2, 3)
+    return t.flatten(1, 3).unsqueeze(1)
+
+
+def _half_words(codes: torch.Tensor, words: int) -> torch.Tensor:
+    """The inverse of `_words`: bytes [E, panel, record, bytes] -> int16 [E, panel, record, g, half, q, words, 2]."""
+    return codes.contiguous().view(torch.int16).unflatten(-1, (8, 4, 2, words, 2)).permute(0, 1, 2, 3, 5, 4, 6, 7)
+
+
+def _codes_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_fields_e4m3`: uint8 codes as `_panels` has them."""
+    half = _half_words(codes, words=2)
+    first = (half >> 8 & 0x80) | (half >> 4 & 0x7F)
+    second = (half >> 7 & 0x80) | (half & 15) << 3 | (half >> 11 & 7)
+    return torch.stack((first, second), -2).to(torch.uint8).flatten(-3)
+
+
+def _codes_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_fields_e2m1`: uint8 codes, one a byte, as `_panels` has them."""
+    half = _half_words(codes, words=1)
+    pairs = [(half >> (12 - shift) & 8) | (half >> (6 - shift) & 7) for shift in (0, 3, 6)]
+    pairs.append((half >> 11 & 8) | (half >> 11 & 4) | (half >> 10 & 3))
+    return torch.stack(pairs, -2).to(torch.uint8).flatten(-3)
+
+
 #: Experts packed at a time: bounds the temporaries, which take some 20 bytes a weight.
 _PACKED_AT_ONCE = 4
 
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """One layer's experts in tile layout: what `moe_decode` runs on the tile path.
+    """One layer's experts in tile layout: what `moe_decode` runs on the tile path, and on the grouped one.
 
     The row-major codes are not kept: drop the `Experts` it was made from, and the layer is in memory once.
 
@@ -224,6 +321,33 @@ class PackedExperts:
     def device(self) -> torch.device:
         return self.w13.records.device
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights, scales and biases."""
+        biases = (b for b in (self.w13_bias, self.w2_bias) if b is not None)
+        return self.w13.nbytes + self.w2.nbytes + sum(b.numel() * b.element_size() for b in biases)
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes that one expert's work must read at least once: codes, scales, biases."""
+        return self.nbytes // self.num_experts
+
+    def to(self, device: torch.device | str) -> PackedExperts:
+        """The same experts on another device."""
+        return replace(
+            self,
+            w13=self.w13.map(lambda t: t.to(device)),
+            w2=self.w2.map(lambda t: t.to(device)),
+            w13_bias=None if self.w13_bias is None else self.w13_bias.to(device),
+            w2_bias=None if self.w2_bias is None else self.w2_bias.to(device),
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedExperts({self.num_experts} x {self.hidden} x {self.intermediate}, {self.format}, "
+            f"{self.activation}, {self.nbytes / 2**20:.1f} MiB on {self.device})"
+        )
+
 
 def pack_experts(experts: Experts) -> PackedExperts:
     """Pack a layer for the tile path, a few experts at a time.
@@ -242,6 +366,27 @@ def pack_experts(experts: Experts) -> PackedExperts:
         w13_bias=experts.w13_bias,
         w2_bias=experts.w2_bias,
     )
+
+
+def unpack_experts(packed: PackedExperts) -> Experts:
+    """The `Experts` that `pack_experts` was given, bit for bit (a NaN in an MX block aside); a few at a time."""
+    return Experts(
+        _unpack_in_pieces(packed.w13, packed.format),
+        _unpack_in_pieces(packed.w2, packed.format),
+        packed.activation,
+        packed.w13_bias,
+        packed.w2_bias,
+    )
+
+
+def _unpack_in_pieces(packed: PackedMatrix, format: str) -> QuantizedTensor:
+    num_experts = packed.records.shape[0]
+    pieces = [
+        unpack(packed.map(lambda t, first=first: t[first : first + _PACKED_AT_ONCE]), format)
+        for first in range(0, num_experts, _PACKED_AT_ONCE)
+    ]
+    tensors = [torch.cat(parts) for parts in zip(*(piece.tensors() for piece in pieces), strict=True)]
+    return QuantizedTensor(format, (num_experts, *pieces[0].shape[1:]), *tensors)
 
 
 def _experts_of(stored: QuantizedTensor, which: slice) -> QuantizedTensor:

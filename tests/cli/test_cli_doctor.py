@@ -13,6 +13,7 @@ from warpring import WarpringError
 from warpring.cli import doctor, main
 from warpring.cli.precompile import architectures
 from warpring.formats import FORMATS
+from warpring.policy import Crossover, file_of, write
 from warpring.runtime import jit
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where no GPU is; found one")
@@ -35,11 +36,12 @@ def test_doctor_names_versions_and_every_path_and_format(capsys: pytest.CaptureF
     assert "kernel cache" in out
     assert str(jit.cache_dir()) in out
     found = table(out)
-    paths = ("warp", "tile", "cores", "classical", "reference")
+    paths = ("warp", "tile", "cores", "grouped", "classical", "reference")
     assert set(found) == {(path, format) for path in paths for format in FORMATS}
     for format in FORMATS:
         for path in ("cores", "reference"):
             assert found[path, format].startswith("runs on cpu" if path == "cores" else "runs on")
+        assert found["grouped", format].startswith("runs on")
         assert found["classical", format].startswith("runs on")
 
 
@@ -73,6 +75,24 @@ def test_doctor_fails_where_a_path_that_should_run_is_broken_or_wrong(
     assert found["classical", "bf16"] == "BROKEN: it broke"
     assert found["reference", "nvfp4"].startswith("WRONG RESULT")
     assert found["reference", "mxfp8"].startswith("runs on")
+
+
+def test_doctor_lists_what_was_tuned_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "checks", lambda: iter(()))
+    assert main(["doctor"]) == 0
+    assert "tuned" not in capsys.readouterr().out.replace("untuned", "")
+    monkeypatch.setattr("warpring.policy.tuned_dir", lambda: tmp_path)
+    found = Crossover("cores", "mxfp4", 64, 32, 8, 2, 9, False, "grouped", (1, 16), "abc", "2026-01-02")
+    write(file_of(tmp_path, "Some CPU, 2 threads"), "Some CPU, 2 threads", [found])
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"broken\.json is not used"):
+        assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"tuned           {tmp_path / 'some-cpu-2-threads.json'}: h64xi32xe8xk2 mxfp4" in lines
+    assert f"tuned           {tmp_path / 'broken.json'}: nothing that can be used" in lines
+    assert any(line.startswith("crossovers") for line in lines)
 
 
 def test_doctor_names_missing_and_old_packages(

@@ -54,9 +54,9 @@ def test_logits_equal_eager(architecture: str, shape: tuple[int, int], device: t
     assert ours_error <= 1.25 * eager_error
     # Swapped halves, a lost clamp or bias move the logits by 10 % and more; eager's own error is near 1 %.
     assert ours_error <= 0.03 * hf.rms(truth.logits[same])
-    path = choose_path(next(iter(wrt.install(copy.deepcopy(model)).values())), ids.numel())
-    assert set(wrt.stats(model)) == {"grouped_mm" if path == "classical" else path}
-    assert (path == "classical") == (shape == PREFILL)
+    path = choose_path(next(iter(wrt.install(copy.deepcopy(model)).values())), ids.numel(), hf.TOPK)
+    assert set(wrt.stats(model)) == {path}
+    assert (path == "grouped") == (shape == PREFILL)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3"])

@@ -22,6 +22,7 @@ from warpring.integrations.transformers import (
     load_quantized,
     stats,
 )
+from warpring.layout import PackedExperts
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,19 @@ def test_logits_are_those_of_quantising_in_memory(
         assert torch.equal(model(ids).logits, dense(ids).logits)
     assert {experts.format for experts in packed.values()} == {format}
     assert model.config._experts_implementation == IMPLEMENTATION
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp8"])
+def test_tile_layout_is_packed_layer_by_layer(source: Path, tmp_path: Path, format: str) -> None:
+    model, packed = load_quantized(quantized(source, tmp_path / "q", format), layout="tile")
+    rows, stored = load_quantized(tmp_path / "q", path="grouped")
+    assert {type(experts) for experts in packed.values()} == {PackedExperts}
+    assert packed.keys() == stored.keys()
+    ids = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, rows(ids).logits)
+    with pytest.raises(UnsupportedError, match="layout 'tile' take path auto, tile, grouped; got 'cores'"):
+        load_quantized(tmp_path / "q", layout="tile", path="cores")
 
 
 def test_experts_never_become_dense(source: Path, tmp_path: Path) -> None:

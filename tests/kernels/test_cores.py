@@ -19,30 +19,35 @@ from warpring.formats import FORMATS
 from warpring.kernels import cores
 from warpring.kernels.cores import engine, pool
 from warpring.kernels.cores.formats import STORED
-from warpring.policy import MAX_CORES_TOKENS, choose_path
+from warpring.policy import choose_path, device_name, limit
 from warpring.reference import moe_reference
 
 pytest.importorskip("llvmlite", reason="the CPU kernels are compiled by llvmlite: pip install 'warpring[cpu]'")
 _names = itertools.count()
 
 
-@pytest.fixture(params=["this processor", "any processor"])
+#: Features that kernels of older processors lack.
+LACKING = {"this processor": set(), "no BF16 products": {"avx512bf16"}, "any processor": engine.features()}
+_layers: dict[tuple[str, str, str], engine.Layer] = {}
+
+
+@pytest.fixture(params=LACKING)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kernels as this processor gets them, and those that use none of its special instructions."""
-    if request.param == "any processor":
-        monkeypatch.setattr(engine, "features", lambda: frozenset())
-        monkeypatch.setattr(cores, "load_layer", _load_generic)
+    """Kernels as this processor gets them, and those that do without some or all of its special instructions."""
+    there = engine.features()
+    if request.param != "this processor":
+        if not LACKING[request.param] & there:
+            pytest.skip("this processor lacks them anyway")
+        monkeypatch.setattr(engine, "features", lambda: there - LACKING[request.param])
+        monkeypatch.setattr(cores, "load_layer", lambda format, gate_fn: _load(request.param, format, gate_fn))
     return request.param
 
 
-_generic: dict[tuple[str, str], engine.Layer] = {}
-
-
-def _load_generic(format: str, gate_fn: str) -> engine.Layer:
-    if (format, gate_fn) not in _generic:
+def _load(kind: str, format: str, gate_fn: str) -> engine.Layer:
+    if (kind, format, gate_fn) not in _layers:
         code = engine.compile_layer(format, gate_fn)
-        _generic[format, gate_fn] = engine.link(code, f"generic_{next(_names)}")
-    return _generic[format, gate_fn]
+        _layers[kind, format, gate_fn] = engine.link(code, f"{kind}_{next(_names)}".replace(" ", "_"))
+    return _layers[kind, format, gate_fn]
 
 
 def run(inputs: Inputs) -> torch.Tensor:
@@ -186,8 +191,9 @@ def test_no_memory_is_taken_with_out() -> None:
 
 def test_auto_takes_the_cores_up_to_its_limit_on_a_cpu() -> None:
     experts = make_inputs(1, 64, 64, 4, 2).experts
-    assert choose_path(experts, 1) == choose_path(experts, MAX_CORES_TOKENS) == "cores"
-    assert choose_path(experts, MAX_CORES_TOKENS + 1) == "classical"
+    most = limit(device_name(experts.device), "cores", experts.format, 64, 64, 4, 2).max_tokens
+    assert choose_path(experts, 1, 2) == choose_path(experts, most, 2) == "cores"
+    assert choose_path(experts, most + 1, 2) == "grouped"
 
 
 @pytest.mark.gpu
@@ -254,8 +260,8 @@ def test_arguments_fill_their_fields() -> None:
 
     assert PACKED.size == 8 * len(FIELDS)
     inputs = make_inputs(2, 64, 96, 4, 2)
-    block, _ = cores._arguments(*inputs.args(), torch.empty_like(inputs.x))
+    block, _ = cores._arguments(*inputs.args(), torch.empty_like(inputs.x), 3)
     fields = dict(zip(FIELDS, (ctypes.c_int64 * len(FIELDS)).from_buffer(block), strict=True))
     assert (fields["num_tokens"], fields["topk"], fields["num_experts"]) == (2, 2, 4)
-    assert (fields["hidden"], fields["intermediate"]) == (64, 96)
+    assert (fields["hidden"], fields["intermediate"], fields["num_threads"]) == (64, 96, 3)
     assert (fields["x"], fields["w2"]) == (inputs.x.data_ptr(), inputs.experts.w2.data.data_ptr())

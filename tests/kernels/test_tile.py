@@ -57,7 +57,7 @@ def test_tile_needs_packed_experts_and_packed_experts_need_tile() -> None:
         with pytest.raises(UnsupportedError, match="pack_experts"):
             moe_decode(inputs.x, experts, inputs.topk_idx, inputs.topk_weights, path=path)
     with pytest.raises(UnsupportedError, match="path 'tile' needs CUDA tensors; got cpu"):
-        moe_decode(inputs.x, packed, inputs.topk_idx, inputs.topk_weights)
+        moe_decode(inputs.x, packed, inputs.topk_idx, inputs.topk_weights, path="tile")
 
 
 def run(inputs: Inputs, packed: PackedExperts | None = None, **kwargs: object) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_every_format_activation_bias_and_index_type(
 
 
 @GPU
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200])
 def test_all_tokens_of_a_batch_may_want_one_expert(num_tokens: int) -> None:
     inputs = make_inputs(num_tokens, 96, 160, 6, 2, seed=num_tokens, device="cuda")
     inputs.topk_idx[:, 0] = 4

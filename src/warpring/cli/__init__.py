@@ -16,7 +16,7 @@ from typing import NoReturn
 from warpring.errors import ArgumentError, WarpringError
 
 #: Modules of this package that register a subcommand, in the order in which help lists them.
-COMMANDS = ("generate", "verify", "bench", "quantize", "doctor", "precompile", "ep-plan")
+COMMANDS = ("generate", "verify", "bench", "tune", "quantize", "doctor", "precompile", "ep-plan", "ep-verify")
 
 _DESCRIPTION = "Mixture-of-experts decode at the speed of memory."
 
@@ -29,6 +29,10 @@ check and measure
   warpring doctor                              what runs on this machine, and why not
   warpring verify                              accuracy of every path against FP32 and FP64
   warpring bench --model qwen3-30b-a3b --format mxfp8 --batches 1,2,4,8
+  warpring tune --model qwen3-30b-a3b --format mxfp8      which path serves which batch here
+
+several GPUs
+  torchrun --nproc-per-node 2 -m warpring ep-verify
 
 ahead of time
   warpring precompile --model qwen3-30b-a3b --format mxfp8 --arch sm_90a

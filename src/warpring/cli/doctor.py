@@ -68,6 +68,7 @@ def facts() -> Iterator[tuple[str, str]]:
         yield package, _version(package) or "missing; install with: pip install 'warpring[cuda]'"
     yield "CPU kernels", _cpu_kernels()
     yield "kernel cache", _cache()
+    yield from _crossovers()
     found = _version("transformers")
     yield (
         "transformers",
@@ -110,7 +111,7 @@ def checks() -> Iterator[tuple[str, str, str, bool]]:
     from warpring.kernels.cores import unusable_reason
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for path in ("warp", "tile", "cores", "classical", "reference"):
+    for path in ("warp", "tile", "cores", "grouped", "classical", "reference"):
         place = torch.device("cpu") if path == "cores" else device
         for format in FORMATS:
             if path == "cores" and (missing := unusable_reason()) is not None:
@@ -190,6 +191,26 @@ def _cache() -> str:
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     access = "" if os.access(nearest, os.W_OK) else "; NOT writable, set WARPRING_CACHE to a folder that is"
     return f"{folder} ({len(kernels)} kernels, {sum(k.stat().st_size for k in kernels) / 2**20:.1f} MiB){access}"
+
+
+def _crossovers() -> Iterator[tuple[str, str]]:
+    """What path="auto" goes by: the library's measured devices, and each file that `warpring tune` left here."""
+    import torch
+
+    from warpring.policy import DATA_DIR, device_name, file_of, read, tuned_dir
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    own = read(file_of(DATA_DIR, device_name(device)))
+    yield (
+        "crossovers",
+        f"{len(own)} in the library for {device_name(device)}"
+        + ("" if own else "; a rule of thumb serves, or 'warpring tune'"),
+    )
+    for path in sorted(tuned_dir().glob("*.json")):
+        found = read(path)
+        shapes = {(c.hidden, c.intermediate, c.num_experts, c.topk, c.format) for c in found}
+        listed = ", ".join("h{}xi{}xe{}xk{} {}".format(*shape) for shape in sorted(shapes))
+        yield "tuned", f"{path}: {listed or 'nothing that can be used'}"
 
 
 def _version(package: str) -> str | None:

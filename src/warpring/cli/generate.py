@@ -19,19 +19,18 @@ if TYPE_CHECKING:
     from warpring.generation import Generation, Loaded
 
 EXAMPLE_MODEL = Path("examples", "tiny-qwen3-moe")
-# On a CPU long enough that its prefill takes another path than decode.
 DEFAULT_PROMPT = 'def read_config(path, default=None):\n    """Read the configuration file at path.\n\n    Return'
 
 # Below this, a CPU spends more on handing an expert's work to a second thread than the thread saves.
 _SMALL_EXPERT_BYTES = 1 << 20
 
-_PATHS = ("auto", "warp", "cores", "classical", "reference")
+_PATHS = ("auto", "warp", "cores", "grouped", "classical", "reference")
 _PATH_TITLES = {
     "warp": "warp decode",
     "cores": "decode on CPU cores",
     "reference": "decode in plain torch",
     "classical": "classical",
-    "grouped_mm": "transformers' grouped_mm",
+    "grouped": "grouped GEMM",
 }
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import torch
-from transformers.integrations.moe import grouped_mm_experts_forward
 
 from warpring.decode import moe_decode
 from warpring.errors import UnsupportedError
 from warpring.integrations.transformers.state import State, find_state, state_by_handle, state_of
+from warpring.layout import PackedExperts
 from warpring.policy import choose_path
-
-#: The path name of calls that transformers' own grouped matmul serves.
-DELEGATED = "grouped_mm"
 
 
 def experts_forward(
@@ -60,14 +57,13 @@ def _fake(
 
 def _run(state: State, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
     experts = state.experts(x.device)
-    num_tokens = x.shape[0]
-    path = choose_path(experts, num_tokens) if state.path == "auto" else state.path
-    if path == "classical" and state.path == "auto" and state.keeps_dense:
-        state.record(DELEGATED, num_tokens)
-        return grouped_mm_experts_forward(state.module, x, topk_idx, topk_weights)
+    num_tokens, topk = topk_idx.shape
+    path = state.path
+    if path == "auto":
+        path = choose_path(experts, num_tokens, topk, packed=isinstance(experts, PackedExperts))
     state.record(path, num_tokens)
-    # Expert-parallel ranks mark the slots of others with the id num_experts. Warp decode skips it by itself.
-    if path != "warp":
+    # Expert-parallel ranks mark the slots of others with the id num_experts. Only a CPU looks at ids and refuses it.
+    if x.device.type == "cpu":
         topk_idx = torch.where(topk_idx == experts.num_experts, -1, topk_idx)
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import Any, Literal, get_args, overload
 
 import torch
 from transformers import PreTrainedModel
 
-from warpring.decode import PATHS, precompile
+from warpring.decode import PACKED_PATHS, PATHS, precompile
 from warpring.errors import ArgumentError, UnsupportedError, WarpringError
 from warpring.experts import Experts
 from warpring.formats import get_format
@@ -21,9 +22,39 @@ from warpring.integrations.transformers.state import (
     is_freed,
     set_state,
 )
+from warpring.layout import PackedExperts
 
+#: How `install` may hold weights: row-major as formats store them, or in the tile layout of `pack_experts`.
+Layout = Literal["rows", "tile"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 #: Called with (layers done, layers in all).
 Progress = Callable[[int, int], None]
+
+
+@overload
+def install(
+    model: PreTrainedModel,
+    format: str | None = None,
+    path: str = "auto",
+    free: bool = False,
+    progress: Progress | None = None,
+    *,
+    layout: Literal["rows"] = "rows",
+) -> dict[str, Experts]:
+    """Layout "rows"."""
+
+
+@overload
+def install(
+    model: PreTrainedModel,
+    format: str | None = None,
+    path: str = "auto",
+    free: bool = False,
+    progress: Progress | None = None,
+    *,
+    layout: Literal["tile"],
+) -> dict[str, PackedExperts]:
+    """Layout "tile"."""
 
 
 def install(
@@ -32,7 +63,9 @@ def install(
     path: str = "auto",
     free: bool = False,
     progress: Progress | None = None,
-) -> dict[str, Experts]:
+    *,
+    layout: Layout = "rows",
+) -> dict[str, Experts] | dict[str, PackedExperts]:
     """Run the routed experts of a loaded model with warpring, packing all their weights now.
 
     `from_pretrained(..., experts_implementation="warpring")` and `model.set_experts_implementation("warpring")` do
@@ -47,44 +80,51 @@ def install(
         free: give the memory of the model's own expert weights back, layer by layer. From then on the model cannot
             be saved, trained, copied or switched to another implementation.
         progress: called with (layers packed, layers in all) after each layer.
+        layout: "rows" keeps weights as formats store them: the fastest for one to a few sequences. "tile" packs them
+            for the tile path (`pack_experts`), layer by layer, which leads from some 8 sequences on; a copy beside the
+            model's own weights unless `free`. Either serves every batch.
 
     Returns:
-        The packed experts by module name.
+        The experts by module name: `Experts`, or `PackedExperts` of layout "tile".
 
     Raises:
-        ArgumentError: an unknown format or path.
-        UnsupportedError: the model has no experts that transformers dispatches, or a layer that warpring cannot
-            serve. Every layer is checked before the first one changes.
+        ArgumentError: an unknown format, path or layout.
+        UnsupportedError: a path that the layout does not have; the model has no experts that transformers dispatches,
+            or a layer that warpring cannot serve. Every layer is checked before the first one changes.
     """
     if format is not None:
         get_format(format)
-    modules = _take_over(model, path)
-    packed: dict[str, Experts] = {}
+    modules = _take_over(model, path, layout)
+    packed: dict[str, Any] = {}
     for name, module in modules.items():
         with _naming(name):
-            packed[name] = _install_module(module, format, path, free)
+            packed[name] = _install_module(module, format, path, free, layout)
         if progress is not None:
             progress(len(packed), len(modules))
     return packed
 
 
-def install_packed(model: PreTrainedModel, packed: Mapping[str, Experts], path: str = "auto") -> None:
+def install_packed(
+    model: PreTrainedModel, packed: Mapping[str, Experts] | Mapping[str, PackedExperts], path: str = "auto"
+) -> None:
     """`install` with experts that exist already, such as those of a quantised checkpoint, and `free=True`.
 
     Args:
-        packed: experts by module name, one for each experts module of the model, all on the device that will run them.
+        packed: experts by module name, one for each experts module of the model, all on the device that will run them
+            and all of one kind.
 
     Raises:
         ArgumentError: an unknown path, or other module names than the model's.
         UnsupportedError: as in `install`.
     """
-    modules = _take_over(model, path)
+    layout: Layout = "tile" if any(isinstance(experts, PackedExperts) for experts in packed.values()) else "rows"
+    modules = _take_over(model, path, layout)
     if modules.keys() != packed.keys():
         raise ArgumentError(
             f"install_packed: packed must name the experts modules {', '.join(modules)}; got {', '.join(packed)}."
         )
     for name, module in modules.items():
-        state = set_state(module, packed[name].format, path)
+        state = set_state(module, packed[name].format, path, layout)
         state.adopt(packed[name])
         _precompile(module, packed[name], path)
         _free(state)
@@ -93,7 +133,7 @@ def install_packed(model: PreTrainedModel, packed: Mapping[str, Experts], path: 
 def stats(model: torch.nn.Module) -> dict[str, PathStats]:
     """Calls of the model's experts by the path that served them, all layers together.
 
-    The paths are those of `moe_decode`, and "grouped_mm" for calls that went to transformers' own implementation.
+    The paths are those of `moe_decode`.
     Replays of a CUDA graph run no Python and are not counted.
     """
     total: dict[str, PathStats] = {}
@@ -109,10 +149,21 @@ def reset_stats(model: torch.nn.Module) -> None:
         state.stats.clear()
 
 
-def _take_over(model: PreTrainedModel, path: str) -> dict[str, torch.nn.Module]:
+def check_settings(path: str, layout: str) -> None:
+    """Raise unless both are known, and weights of that layout have that path."""
+    for name, value, known in (("path", path, PATHS), ("layout", layout, LAYOUTS)):
+        if value not in known:
+            raise ArgumentError(f"install: {name} must be one of {', '.join(known)}; got {value!r}.")
+    paths = PACKED_PATHS if layout == "tile" else tuple(name for name in PATHS if name != "tile")
+    if path not in paths:
+        raise UnsupportedError(
+            f"install: weights in layout {layout!r} take path {', '.join(paths)}; got {path!r}. Take the other layout."
+        )
+
+
+def _take_over(model: PreTrainedModel, path: str, layout: str) -> dict[str, torch.nn.Module]:
     """The model's experts modules by name, all of them checked and switched to warpring."""
-    if path not in PATHS:
-        raise ArgumentError(f"install: path must be one of {', '.join(PATHS)}; got {path!r}.")
+    check_settings(path, layout)
     modules = experts_modules(model)
     if not modules:
         raise UnsupportedError(
@@ -126,8 +177,10 @@ def _take_over(model: PreTrainedModel, path: str) -> dict[str, torch.nn.Module]:
     return modules
 
 
-def _install_module(module: torch.nn.Module, format: str | None, path: str, free: bool) -> Experts:
-    state = set_state(module, format, path)
+def _install_module(
+    module: torch.nn.Module, format: str | None, path: str, free: bool, layout: str
+) -> Experts | PackedExperts:
+    state = set_state(module, format, path, layout)
     experts = state.experts(next(module.parameters()).device)
     _precompile(module, experts, path)
     if free:
@@ -135,9 +188,9 @@ def _install_module(module: torch.nn.Module, format: str | None, path: str, free
     return experts
 
 
-def _precompile(module: torch.nn.Module, experts: Experts, path: str) -> None:
+def _precompile(module: torch.nn.Module, experts: Experts | PackedExperts, path: str) -> None:
     topk = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
-    if experts.device.type == "cuda" and path in ("auto", "warp") and isinstance(topk, int):
+    if experts.device.type == "cuda" and path in ("auto", "warp", "tile") and isinstance(topk, int):
         precompile(experts, topk=topk)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -15,7 +15,8 @@ from warpring.checkpoint.reader import CONFIG_FILE, OWN_METHOD, quantization_of
 from warpring.checkpoint.shards import read_json
 from warpring.errors import CheckpointError, UnsupportedError
 from warpring.experts import Experts
-from warpring.integrations.transformers.install import Progress, install_packed
+from warpring.integrations.transformers.install import Layout, Progress, check_settings, install_packed
+from warpring.layout import PackedExperts, pack_experts
 
 
 def is_quantized_checkpoint(directory: str | os.PathLike[str]) -> bool:
@@ -27,6 +28,7 @@ def is_quantized_checkpoint(directory: str | os.PathLike[str]) -> bool:
     return quantization_of(read_json(Path(directory) / CONFIG_FILE)).get("quant_method") == OWN_METHOD
 
 
+@overload
 def load_quantized(
     directory: str | os.PathLike[str],
     *,
@@ -34,7 +36,33 @@ def load_quantized(
     device: torch.device | str = "cpu",
     format: str | None = None,
     progress: Progress | None = None,
+    layout: Literal["rows"] = "rows",
 ) -> tuple[PreTrainedModel, dict[str, Experts]]:
+    """Layout "rows"."""
+
+
+@overload
+def load_quantized(
+    directory: str | os.PathLike[str],
+    *,
+    path: str = "auto",
+    device: torch.device | str = "cpu",
+    format: str | None = None,
+    progress: Progress | None = None,
+    layout: Literal["tile"],
+) -> tuple[PreTrainedModel, dict[str, PackedExperts]]:
+    """Layout "tile"."""
+
+
+def load_quantized(
+    directory: str | os.PathLike[str],
+    *,
+    path: str = "auto",
+    device: torch.device | str = "cpu",
+    format: str | None = None,
+    progress: Progress | None = None,
+    layout: Layout = "rows",
+) -> tuple[PreTrainedModel, dict[str, Experts] | dict[str, PackedExperts]]:
     """Load a checkpoint of `warpring quantize`: experts as they are stored, everything else in BF16.
 
     Args:
@@ -43,14 +71,16 @@ def load_quantized(
         device: where the model and its experts go.
         format: quantise the stored experts once more, to this format; None keeps them bit by bit.
         progress: called with (layers read, layers in all) after each layer.
+        layout: as in `install`; each layer is packed as soon as it is read.
 
     Returns:
-        The model, and its packed experts by module name. As after `install(free=True)`, it has no dense expert weights.
+        The model, and its experts by module name. As after `install(free=True)`, it has no dense expert weights.
 
     Raises:
         CheckpointError, UnsupportedError: from `Checkpoint`; a tensor that the model lacks or misses; other tensors
             that are quantised themselves.
     """
+    check_settings(path, layout)
     checkpoint = Checkpoint(directory)
     if quantization_of(checkpoint.config).get("other_tensors"):
         raise UnsupportedError(
@@ -60,9 +90,10 @@ def load_quantized(
     model = _empty_model(directory)
     names = {checkpoint.expert_prefix(layer).rstrip("."): layer for layer in checkpoint.moe_layers}
     _load_others(model, checkpoint, tuple(f"{name}." for name in names))
-    packed: dict[str, Experts] = {}
+    packed: dict[str, Any] = {}
     for name, layer in names.items():
-        packed[name] = checkpoint.load_experts(layer, device, format)
+        experts = checkpoint.load_experts(layer, device, format)
+        packed[name] = pack_experts(experts) if layout == "tile" else experts
         if progress is not None:
             progress(len(packed), len(names))
     install_packed(model, packed, path=path)

@@ -11,6 +11,7 @@ import torch
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.experts import Experts
 from warpring.integrations.transformers.layout import BIAS_NAMES, WEIGHT_NAMES, pack
+from warpring.layout import PackedExperts, pack_experts
 
 #: The name that transformers knows us by.
 IMPLEMENTATION = "warpring"
@@ -48,17 +49,18 @@ class State:
 
     Attributes:
         handle: a process-wide name, by which compiled graphs find the state.
-        format, path: see `install`.
+        format, path, layout: see `install`.
         stats: counters by path.
     """
 
-    def __init__(self, module: torch.nn.Module, format: str | None, path: str) -> None:
+    def __init__(self, module: torch.nn.Module, format: str | None, path: str, layout: str) -> None:
         self.handle = f"{type(module).__name__}-{next(_numbers)}"
         self.format = format
         self.path = path
+        self.layout = layout
         self.stats: dict[str, PathStats] = {}
         self._module = weakref.ref(module)
-        self._experts: Experts | None = None
+        self._experts: Experts | PackedExperts | None = None
         # The tensors that `_experts` was made from: kept, so that their addresses cannot come back as other weights'.
         self._sources: tuple[torch.Tensor, ...] = ()
         self._source_names: tuple[str, ...] = ()
@@ -77,19 +79,7 @@ class State:
             raise UnsupportedError(f"{self.handle}: the experts module no longer exists. Compile the model again.")
         return module
 
-    @property
-    def keeps_dense(self) -> bool:
-        """Whether the module's own dense weights are there, with the very values that are packed."""
-        dense = self.module.down_proj
-        return (
-            isinstance(dense, torch.Tensor)
-            and dense.dtype == torch.bfloat16
-            and dense.numel() > 0
-            and self._experts is not None
-            and self._experts.format == "bf16"
-        )
-
-    def experts(self, device: torch.device) -> Experts:
+    def experts(self, device: torch.device) -> Experts | PackedExperts:
         """The packed weights on `device`: made at first use, and again whenever the module's weights changed.
 
         A change is a new storage, a new device, or an in-place operation that autograd's version counter sees.
@@ -109,7 +99,7 @@ class State:
             experts = self._experts = experts.to(device)
         return experts
 
-    def adopt(self, experts: Experts) -> None:
+    def adopt(self, experts: Experts | PackedExperts) -> None:
         """Serve these weights, which did not come from the module; `free` must follow, or the next call packs anew."""
         self._experts = experts
 
@@ -137,7 +127,8 @@ class State:
         # The old weights go first: there may be no room for both.
         self._experts, self._sources = None, ()
         with torch.no_grad():
-            self._experts = pack(module, self.format)
+            experts = pack(module, self.format)
+            self._experts = pack_experts(experts) if self.layout == "tile" else experts
         names = (*WEIGHT_NAMES, *BIAS_NAMES)
         self._source_names = tuple(name for name in names if isinstance(getattr(module, name, None), torch.Tensor))
         self._sources = tuple(getattr(module, name).detach() for name in self._source_names)
@@ -154,7 +145,7 @@ def state_of(module: torch.nn.Module) -> State:
     """The module's state; made with default settings (weights as stored, path "auto") if it has none."""
     state = find_state(module)
     if state is None:
-        state = set_state(module, None, "auto")
+        state = set_state(module, None, "auto", "rows")
     return state
 
 
@@ -163,9 +154,9 @@ def find_state(module: torch.nn.Module) -> State | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
-def set_state(module: torch.nn.Module, format: str | None, path: str) -> State:
+def set_state(module: torch.nn.Module, format: str | None, path: str, layout: str) -> State:
     """Give the module a new state in place of any it has."""
-    state = State(module, format, path)
+    state = State(module, format, path, layout)
     setattr(module, _ATTRIBUTE, state)
     return state
 

@@ -1,0 +1,223 @@
+"""The grouped path, for batches beyond decode and prefill: a library's grouped GEMM reads each expert once.
+
+    1 route      sort the (token, slot) pairs by expert; group ends stay on the device
+    2 gather     the token of each pair, BF16, in that order
+    3 gate_up    grouped GEMM with w13, FP32 sums, BF16 out
+    4 activate   routing weight * act(gate, up) in FP32, rounded once to BF16
+    5 down       grouped GEMM with w2, FP32 sums, BF16 out
+    6 combine    each token's rows added up in FP32 in slot order: one pass of `embedding_bag`, no scatter, no atomics
+
+Neither activations are quantised nor groups padded, unlike in `warpring.classical`; the routing weight is folded in
+before a rounding that happens anyway, so no pass over the outputs is spent on it. Sorts, gathers and GEMMs are as many
+as in transformers' `grouped_mm` on BF16 weights, passes over the outputs fewer (see docs/architecture.md).
+
+BF16 row-major weights are multiplied in place. All others are expanded to BF16 first: on a CPU one expert at a time, of
+those that have tokens; elsewhere in slices of output rows, of all experts at once, no larger than `WORKSPACE_BYTES`.
+Slicing outputs, not experts, keeps every group's ends on the device: nothing waits for the GPU, and all of it can be
+captured in a CUDA graph where torch has a grouped GEMM kernel (compute capability 9.0 and 10.0; elsewhere torch loops
+over the experts from the host). BF16 is exact for bf16, mxfp8 and mxfp4 weights; a code times an FP32 scale (fp8_block,
+fp8_channel, nvfp4) is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+
+from warpring.activation import SILU
+from warpring.expand import expand
+from warpring.experts import Experts
+from warpring.formats import QuantizedTensor, ceil_div, get_format
+from warpring.gemm import gemm_by_expert, gemm_by_library, row_chunks
+from warpring.layout import PackedExperts, PackedMatrix, unpack
+
+#: Tokens of one pass; larger batches are split, which bounds the gathered rows and their products.
+MAX_TOKENS = 8192
+#: BF16 bytes of expanded weights that exist at a time away from a CPU (one slice of 128 rows a half at the least).
+WORKSPACE_BYTES = 512 << 20
+#: A slice of output rows starts at a multiple of this: blocks of scales and panels of the tile layout are never cut.
+_SLICE_ROWS = 128
+
+
+def moe_grouped(
+    x: torch.Tensor,
+    experts: Experts | PackedExperts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Run a layer's experts through grouped GEMMs. Arguments are checked by `moe_decode`.
+
+    Args:
+        x: BF16 [num_tokens, hidden], num_tokens >= 1.
+        experts: the layer's weights, row-major or packed, on the device of x.
+        topk_idx: int32 or int64 [num_tokens, topk]; an id outside [0, num_experts) is an unused slot.
+        topk_weights: [num_tokens, topk], any float type; an unused slot's is ignored (it may be NaN).
+        out: BF16 [num_tokens, hidden], overwritten.
+
+    Returns:
+        out. Equal bits from run to run; they may depend on the batch, since a library chooses its kernels by size.
+
+    Asynchronous on the current stream. Temporaries, with R = min(num_tokens, MAX_TOKENS) * topk: R * (hidden + 2 *
+    intermediate) BF16, then R * (intermediate + hidden) BF16; FP32 pieces of the activation; the expanded weights.
+    """
+    for first in range(0, x.shape[0], MAX_TOKENS):
+        rows = slice(first, first + MAX_TOKENS)
+        _one_pass(x[rows], experts, topk_idx[rows], topk_weights[rows], out[rows])
+    return out
+
+
+def _one_pass(
+    x: torch.Tensor,
+    experts: Experts | PackedExperts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    route = _route(topk_idx, topk_weights, experts.num_experts)
+    rows = x.index_select(0, route.token)
+    # One row more than pairs: `combine` reads it for unused slots, as padding.
+    act = x.new_empty(rows.shape[0] + 1, experts.intermediate)
+    for cols, gate_up in _products(rows, _weights(experts, "w13"), route.ends):
+        _activate(gate_up.unflatten(1, (2, -1)), experts, route, cols, act[:-1, cols])
+    for cols, down in _products(act, _weights(experts, "w2"), route.ends):
+        if experts.w2_bias is not None:
+            bias = experts.w2_bias[:, cols].index_select(0, route.bias_row)
+            down[:-1].addcmul_(route.weight[:, None], bias)
+        pad = down.shape[0] - 1
+        out[:, cols] = functional.embedding_bag(route.slot_row, down, mode="sum", padding_idx=pad)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The (token, slot) pairs sorted by expert; those of no expert come last.
+
+    Attributes:
+        token: int64 [pairs], the token of each row.
+        bias_row: [pairs], its expert, the last one where it has none.
+        weight: [pairs], its routing weight.
+        ends: int32 [num_experts], one past each expert's last row.
+        slot_row: int64 [num_tokens, topk], the row of each pair; `pairs` where it has no expert.
+    """
+
+    token: torch.Tensor
+    bias_row: torch.Tensor
+    weight: torch.Tensor
+    ends: torch.Tensor
+    slot_row: torch.Tensor
+
+
+def _route(topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> _Route:
+    device, pairs = topk_idx.device, topk_idx.numel()
+    clamped = topk_idx.clamp(0, num_experts - 1)
+    used = clamped == topk_idx
+    expert, order = torch.where(used, topk_idx, num_experts).flatten().sort(stable=True)
+    each = torch.arange(num_experts, dtype=expert.dtype, device=device)
+    ends = torch.searchsorted(expert, each, right=True, out_int32=True)
+    row = torch.empty(pairs, dtype=torch.int64, device=device)
+    row[order] = torch.arange(pairs, device=device)
+    return _Route(
+        token=order // topk_idx.shape[1],
+        bias_row=expert.clamp(max=num_experts - 1),
+        weight=topk_weights.flatten()[order],
+        ends=ends,
+        slot_row=torch.where(used, row.view(topk_idx.shape), pairs),
+    )
+
+
+def _activate(
+    halves: torch.Tensor, experts: Experts | PackedExperts, route: _Route, cols: slice, out: torch.Tensor
+) -> None:
+    """out = routing weight * act(gate, up) from BF16 [rows, 2, cols], biases included."""
+    act, bias = experts.activation, experts.w13_bias
+    for chunk in row_chunks(halves.shape[0], halves.shape[2], halves.device):
+        gate, up = halves[chunk, 0].float(), halves[chunk, 1]
+        if bias is not None:
+            expert = route.bias_row[chunk]
+            gate += bias[:, 0, cols].index_select(0, expert)
+            up = up + bias[:, 1, cols].index_select(0, expert)
+        # The commonest gate in two passes over FP32 in place of four.
+        value = functional.silu(gate, inplace=True).mul_(up) if act == SILU else act(gate, up.float())
+        torch.mul(value, route.weight[chunk, None], out=out[chunk])
+
+
+def _products(rows: torch.Tensor, weights: _Weights, ends: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(columns of one half, BF16 [num_rows, halves * columns]) of rows @ weights.T, for all columns in turn."""
+    if rows.device.type == "cpu":
+        num_outputs = weights.num_halves * weights.num_rows
+        yield slice(0, weights.num_rows), gemm_by_expert(rows, weights.expert, num_outputs, ends)
+        return
+    yield from _products_by_library(rows, weights, ends)
+
+
+def _products_by_library(
+    rows: torch.Tensor, weights: _Weights, ends: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    if weights.in_place:
+        step = weights.num_rows
+    else:
+        row_bytes = ends.numel() * weights.num_halves * rows.shape[1] * 2
+        step = max(1, WORKSPACE_BYTES // row_bytes // _SLICE_ROWS) * _SLICE_ROWS
+    for first in range(0, weights.num_rows, step):
+        last = min(first + step, weights.num_rows)
+        yield slice(first, last), gemm_by_library(rows, weights.rows(first, last), ends)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """One projection in any layout, as BF16 matrices [num_halves * rows, cols].
+
+    Attributes:
+        stored: row-major or packed.
+        format: its number format.
+        num_halves: 2 for gate and up, 1 for down.
+        num_rows: rows of a half.
+    """
+
+    stored: QuantizedTensor | PackedMatrix
+    format: str
+    num_halves: int
+    num_rows: int
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `rows` gives the stored weights themselves."""
+        return self.format == "bf16" and isinstance(self.stored, QuantizedTensor)
+
+    def expert(self, expert: int) -> torch.Tensor:
+        """[num_halves * num_rows, cols] of one expert."""
+        if isinstance(self.stored, PackedMatrix):
+            return self._expand(unpack(self.stored.expert(expert), self.format))[0]
+        return expand(self.stored[expert]).flatten(0, -2)
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """[num_experts, num_halves * (last - first), cols]: these rows of each half; `first` divides by 128."""
+        if isinstance(self.stored, PackedMatrix):
+            return self._expand(unpack(self.stored.rows(first, last), self.format))
+        return self._expand(_row_slice(self.stored, first, last))
+
+    def _expand(self, stored: QuantizedTensor) -> torch.Tensor:
+        return expand(stored).flatten(1, -2)
+
+
+def _weights(experts: Experts | PackedExperts, name: str) -> _Weights:
+    stored = experts.w13 if name == "w13" else experts.w2
+    num_rows = experts.intermediate if name == "w13" else experts.hidden
+    return _Weights(stored, experts.format, 2 if name == "w13" else 1, num_rows)
+
+
+def _row_slice(stored: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
+    """Rows [first, last) of every matrix, sharing storage; `first` starts a block of scales."""
+    if (first, last) == (0, stored.shape[-2]):
+        return stored
+    block_rows = (get_format(stored.format).block or (1, 1))[0]
+    scale = stored.scale
+    return replace(
+        stored,
+        shape=(*stored.shape[:-2], last - first, stored.shape[-1]),
+        data=stored.data[..., first:last, :],
+        scale=None if scale is None else scale[..., first // block_rows : ceil_div(last, block_rows), :],
+    )
