@@ -22,7 +22,7 @@ constexpr int kLoadsInFlight = 8;
 struct Smem {
     uint32_t pairs_of[kLocalExperts];     // pairs of each local expert
     uint32_t first_block[kLocalExperts];  // routed blocks before it
-    uint32_t warp_total[kWarps];
+    uint32_t warp_total[kLanes];          // one a warp; the rest stays 0
     uint16_t num_tokens[kMaxRanks];
     uint32_t amax[kMaxTokens];
     // The block that is being filled.
@@ -113,11 +113,10 @@ __device__ __forceinline__ int expert_at(uint64_t ids, int i) { return int(ids >
 __device__ __forceinline__ bool receive_packet(const EpParams& params, const EpSync& sync, int rank, int packet,
                                                int& num_tokens, uint64_t& ids) {
     const uint8_t* gmem_meta = meta_of(params, own_region(params), rank, sync.generation);
-    const bool fits = packet < num_packets(params.max_tokens);
     ids = ~uint64_t(0);
     const bool came = wait_until(sync, kMeta, rank, sync.generation, [&](uint64_t& seen) {
         const ulonglong2 head = ld_relaxed_sys_b128(gmem_meta);
-        const ulonglong2 own = ld_relaxed_sys_b128(gmem_meta + (fits ? packet : 0) * kPacketBytes);
+        const ulonglong2 own = ld_relaxed_sys_b128(gmem_meta + packet * kPacketBytes);
         seen = head.x >> 16;
         if (seen != sync.generation) return false;
         num_tokens = int(head.x & 0xffff);
@@ -136,6 +135,7 @@ __device__ __forceinline__ bool receive_routing(const EpParams& params, const Ep
     const int num_ranks = params.peers.num_ranks, base = params.peers.rank * kLocalExperts;
     for (int rank = reader.rank; rank < num_ranks; rank += reader.rank_step) {
         int num_tokens = 0, packet = reader.packet + lane;
+        if (packet >= num_packets(params.max_tokens)) continue;
         do {
             uint64_t ids;
             if (!receive_packet(params, sync, rank, packet, num_tokens, ids)) return false;
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool receive_routing(const EpParams& params, const Ep
             }
             packet += reader.packet_step;
         } while (packet < num_packets(num_tokens));
-        if (lane == 0) smem.num_tokens[rank] = uint16_t(num_tokens);
+        if (reader.packet + lane == 0) smem.num_tokens[rank] = uint16_t(num_tokens);
     }
     return true;
 }
@@ -318,6 +318,7 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
                                          Inputs& inputs, Smem& smem) {
     const uint64_t generation = sync.generation, block_base = params.gmem_state->block_base;
     for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) smem.pairs_of[e] = 0;
+    if (threadIdx.x < kLanes) smem.warp_total[threadIdx.x] = 0;
     if (!admit(params, sync, token_count, inputs)) return;
     publish_rows(params, inputs, smem);
 
