@@ -42,9 +42,9 @@ def moe_cores(
         moe_reference(x, experts, topk_idx, topk_weights, out)
         return
     layer = load_layer(experts.format, experts.activation.gate_fn)
-    arguments, keep = _arguments(x, experts, topk_idx, topk_weights, out)
-    address = ctypes.addressof(arguments)
     num_threads = _num_threads(experts, topk_idx.numel())
+    arguments, keep = _arguments(x, experts, topk_idx, topk_weights, out, num_threads)
+    address = ctypes.addressof(arguments)
     pool.run_once(layer.plan, address)
     pool.run_parallel(layer.gate_up, address, num_threads)
     pool.run_parallel(layer.down, address, num_threads)
@@ -75,7 +75,12 @@ def _num_threads(experts: Experts, num_pairs: int) -> int:
 
 
 def _arguments(
-    x: torch.Tensor, experts: Experts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    x: torch.Tensor,
+    experts: Experts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    num_threads: int,
 ) -> tuple[ctypes.Array[ctypes.c_char], torch.Tensor]:
     """The block of `arguments.FIELDS`, and the scratch memory that it points into."""
     num_tokens, topk = topk_idx.shape
@@ -105,7 +110,7 @@ def _arguments(
         *(x.data_ptr(), x.stride(0) * 2),
         *(topk_idx.data_ptr(), topk_idx.stride(0) * topk_idx.element_size(), topk_idx.element_size()),
         *(topk_weights.data_ptr(), topk_weights.stride(0) * 4, out.data_ptr(), out.stride(0) * 2),
-        *(num_tokens, topk, num_experts, hidden, intermediate),
+        *(num_tokens, topk, num_experts, hidden, intermediate, num_threads),
         *(_pointer(t) for t in (experts.w13.data, experts.w13.scale, experts.w13.global_scale, experts.w13_bias)),
         *(_pointer(t) for t in (experts.w2.data, experts.w2.scale, experts.w2.global_scale, experts.w2_bias)),
         *places,

@@ -7,7 +7,7 @@ import struct
 _INTEGERS = (
     *("next_gate_up", "next_down", "num_active"),
     *("x", "x_stride", "idx", "idx_stride", "idx_bytes", "weights", "weights_stride", "out", "out_stride"),
-    *("num_tokens", "topk", "num_experts", "hidden", "intermediate"),
+    *("num_tokens", "topk", "num_experts", "hidden", "intermediate", "num_threads"),
     *("w13", "w13_scale", "w13_global", "w13_bias", "w2", "w2_scale", "w2_global", "w2_bias"),
     *("arranged_x", "act", "y", "cursor", "active", "first", "pair_token", "pair_weight"),
 )

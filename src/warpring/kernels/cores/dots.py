@@ -2,9 +2,10 @@
 
     WideDots     any processor (wide.py)
     Avx512Dots   x86 with AVX-512, for 8-bit and 4-bit codes (avx512.py)
+    Bf16Dots     the same where the processor multiplies BF16 numbers (avx512bf16.py)
 
-Codes become FP32 numbers, exactly; activations are BF16 numbers in FP32. A dot product is 16 lanes, each a fixed chain
-of fused multiply-adds, added up in a fixed order.
+Codes become FP32 or BF16 numbers, exactly; activations are BF16 numbers, in FP32 where the weights are. A dot product
+is 16 FP32 lanes, each a fixed chain of additions, added up in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from warpring.kernels.cores.formats import StoredFormat
 
 #: Sizes of a layer are multiples of this many columns.
 SMALLEST = 32
-#: Bytes ahead at which a row's codes are brought into the nearest cache, from the further one that they are in.
-NEAR = 1024
+#: Codes are prefetched this many bytes ahead, rounded up to whole rows. Two to three times as far was no better, half
+#: as far slower by a tenth (docs/cores.md).
+AHEAD = 3 << 10
 
 
 class Dots(ABC):
@@ -30,12 +32,14 @@ class Dots(ABC):
         unit: power of two that turns decoded codes into values; multiplies the finished dot product.
         rows: rows of one call of `dot`.
         passes: numbers of tokens that it serves, largest first.
+        activation_bytes: bytes of an activation in vectors: 2 for BF16, 4 for FP32.
     """
 
     columns: int
     unit: float
     rows: int
     passes: tuple[int, ...]
+    activation_bytes: int = 4
 
     def __init__(self, stored: StoredFormat) -> None:
         self.stored = stored
@@ -72,17 +76,18 @@ class Dots(ABC):
     def build(self, module: Any, num_tokens: int) -> Any:
         """The function `dot`: `rows` rows with each of `num_tokens` vectors; the products go to out[token][row].
 
-        The rows are two groups of neighbours: gate and up rows, or just one half and the next. Parameters: codes of
-        either group's first row; bytes from row to row; FP32 scales of either first row; bytes from row to row; scale
-        of either group as a whole; scales of their rows (where a row has one); the vectors; out; number of columns;
-        bytes ahead at which codes are prefetched.
+        The rows are two groups of neighbours, either read from its first row to its last. Parameters: codes of either
+        group's first row; bytes from row to row; FP32 scales of either first row; bytes from row to row; scale of
+        either group as a whole; scales of their rows (where a row has one); the vectors; out; number of columns; of
+        either group, where the rows end that lie and are read one after the other, and where those read then begin.
         """
-        kinds = [*[I64] * 6, F32, F32, *[I64] * (2 + num_tokens + 3)]
+        kinds = [*[I64] * 6, F32, F32, *[I64] * (2 + num_tokens + 6)]
         code = Code(module, f"dot_{self.rows}x{num_tokens}", kinds, internal=True)
         codes, scales = code.parameters[0:2], code.parameters[3:5]
         row_bytes, scale_bytes = code.parameters[2], code.parameters[5]
-        group_scales, row_scales, vectors = code.parameters[6:8], code.parameters[8:10], code.parameters[10:-3]
-        out, columns, ahead = code.parameters[-3:]
+        group_scales, row_scales, vectors = code.parameters[6:8], code.parameters[8:10], code.parameters[10:-6]
+        out, columns = code.parameters[-6:-4]
+        ends, afters = code.parameters[-4:-2], code.parameters[-2:]
         half = self.rows // 2
         starts = [start + row_bytes * i for start in codes for i in range(half)]
         scale_starts = [start + scale_bytes * i for start in scales for i in range(half)]
@@ -90,14 +95,18 @@ class Dots(ABC):
         shared = self.open_loop(code)
 
         whole = columns // self.columns
-        with code.loop(code.i64(0), whole) as step:
-            xs = [x + step * (4 * self.columns) for x in vectors]
-            for row, start, scale in zip(rows, starts, scale_starts, strict=True):
-                at = start + step * self.step_bytes
-                code.prefetch(at + ahead, near=False)
-                code.prefetch(at + NEAR, near=True)
-                lanes = self.step_scale(code, scale, step) if self.stored.scales_columns else None
-                self.step(code, shared, row, at, lanes, xs)
+        ahead = (row_bytes + (AHEAD - 1)) // row_bytes * row_bytes
+        for i in range(half):
+            pair = [i, half + i]
+            wanted = [starts[index] + ahead for index in pair]
+            wanted = [(w < end).select(w, w - end + after) for w, end, after in zip(wanted, ends, afters, strict=True)]
+            with code.loop(code.i64(0), whole) as step:
+                xs = [x + step * (self.activation_bytes * self.columns) for x in vectors]
+                for index, next_start in zip(pair, wanted, strict=True):
+                    at = starts[index] + step * self.step_bytes
+                    code.prefetch(next_start + step * self.step_bytes)
+                    lanes = self.step_scale(code, scale_starts[index], step) if self.stored.scales_columns else None
+                    self.step(code, shared, rows[index], at, lanes, xs)
         if self.columns > SMALLEST:
             rest = columns % self.columns
             with code.if_(rest > 0):
@@ -125,7 +134,7 @@ class Dots(ABC):
         """A step of `rest` columns, from copies of codes and scales that end in zeros. Activations do already."""
         zero = code.i64(0)
         codes, scales = code.slot(I8, self.step_bytes), code.slot(F32, LANES)
-        xs = [x + step * (4 * self.columns) for x in vectors]
+        xs = [x + step * (self.activation_bytes * self.columns) for x in vectors]
         block = self.stored.scale_block[1]
         lane_scales = 0 < block < self.columns
         for row, start, scale in zip(rows, starts, scale_starts, strict=True):

@@ -235,17 +235,21 @@ class Code:
         """An unaligned store."""
         self._builder.store(value.raw, self._pointer(value.type, address), align=1)
 
-    def fetch_add(self, address: Val, amount: int) -> Val:
+    def fetch_add(self, address: Val, amount: Val) -> Val:
         """Add to an i64 that other threads add to as well; the value before."""
         pointer, ordering = self._pointer(I64, address), "monotonic"
-        return Val(self._builder, self._builder.atomic_rmw("add", pointer, ir.Constant(I64, amount), ordering))
+        return Val(self._builder, self._builder.atomic_rmw("add", pointer, amount.raw, ordering))
 
-    def prefetch(self, address: Val, *, near: bool) -> None:
-        """Ask for the cache line at an address, which need not exist: into the nearest cache, or a further one."""
+    def load_shared(self, address: Val) -> Val:
+        """The value at the moment of an i64 that other threads add to."""
+        return Val(self._builder, self._builder.load_atomic(self._pointer(I64, address), "monotonic", 8, typ=I64))
+
+    def prefetch(self, address: Val) -> None:
+        """Ask for the cache line at an address, which need not exist: into the second nearest cache."""
         signature = ir.FunctionType(VOID, [ir.PointerType(I8), I32, I32, I32])
-        read, keep, data = (ir.Constant(I32, number) for number in (0, 3 if near else 1, 1))
+        read, second, data = (ir.Constant(I32, number) for number in (0, 2, 1))
         self._builder.call(
-            self._intrinsic("llvm.prefetch.p0", signature), [self._pointer(I8, address), read, keep, data]
+            self._intrinsic("llvm.prefetch.p0", signature), [self._pointer(I8, address), read, second, data]
         )
 
     def target(self, name: str, result: Any, *arguments: Val) -> Val:

@@ -4,27 +4,32 @@
     gate_up   all threads: act[pair, i] = act(w13[e, 0, i] . x, w13[e, 1, i] . x), rounded to BF16
     down      all threads: y[t, h] = sum over pairs of t, ascending by expert, of weight * (w2[e, h] . act[pair])
 
-A thread takes the next block of output rows until none is left, and reads each weight row of it once for all tokens
-that want the expert. Who takes which block changes no bit: a dot product is 16 lanes, each a fixed chain of steps of
-32 columns, and the pairs of a token are added up in the order of their experts, whatever else the batch holds.
+A thread takes the next blocks of output rows until none is left, and reads each weight row of them once for all tokens
+that want the expert. It walks through memory in two streams of neighbouring rows, and knows the block after the one
+that it works on: what it will read next is prefetched while it computes. Who takes which block changes no bit: a dot
+product is 16 lanes, each a fixed chain of steps, and the pairs of a token are added up in the order of their experts,
+whatever else the batch holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
+from warpring.kernels.cores import avx512, avx512bf16
 from warpring.kernels.cores.arguments import FIELDS, PADDING, ROWS
-from warpring.kernels.cores.avx512 import dots_for
 from warpring.kernels.cores.dots import Dots
-from warpring.kernels.cores.elementwise import activation, bf16_bits, scale_values
-from warpring.kernels.cores.emit import F32, F32X16, I16, I32, I64, LANES, Code, Val, vector
+from warpring.kernels.cores.elementwise import activation, bf16_bits
+from warpring.kernels.cores.emit import F32, F32X16, I16, I32, I64, LANES, Code, Val, Var, vector
 from warpring.kernels.cores.formats import STORED
+from warpring.kernels.cores.matrix import Matrix, Pass, products_slot, scale_scratch
 from warpring.kernels.cores.wide import WideDots
+
+#: A thread takes this fraction of its share of the blocks that are left.
+_SHARES = 4
 
 
 def build(format: str, gate_fn: str, features: frozenset[str]) -> Any:
@@ -36,7 +41,7 @@ def build(format: str, gate_fn: str, features: frozenset[str]) -> Any:
         features: LLVM's names of the processor's features.
     """
     stored = STORED[format]
-    dots = (dots_for(stored.codes, features) or WideDots)(stored)
+    dots = (avx512bf16.dots_for(stored.codes, features) or avx512.dots_for(stored.codes, features) or WideDots)(stored)
     module = ir.Module(f"warpring_{format}_{gate_fn}")
     functions = {count: dots.build(module, count) for count in dots.passes}
     _plan(module, dots)
@@ -64,140 +69,36 @@ class Arguments:
         return self._code.load(F32, self.address(name))
 
 
-def arranged_bytes(cols: Val) -> Val:
+def arranged_bytes(dots: Dots, cols: Val) -> Val:
     """Bytes of a vector of `cols` activations, padded."""
-    return ((cols + (PADDING - 1)) & -PADDING) * 4
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One [rows, cols] matrix of an expert, seen from inside a function.
-
-    Attributes:
-        data, scale, global_scale: addresses of the whole tensors.
-        index: which of their matrices this is.
-        scratch: where `decode_scales` puts the scales of `ROWS` rows.
-    """
-
-    code: Code
-    dots: Dots
-    data: Val
-    scale: Val
-    global_scale: Val
-    index: Val
-    rows: Val
-    cols: Val
-    scratch: Val
-
-    @property
-    def row_bytes(self) -> Val:
-        return (self.cols * self.dots.stored.code_bits) >> 3
-
-    def row(self, row: Val) -> Val:
-        """Address of a row's codes."""
-        return self.data + (self.index * self.rows + row) * self.row_bytes
-
-    def decode_scales(self, start: Val) -> None:
-        """Decode the one-byte scales of rows start..start + ROWS, which lie next to each other."""
-        if self.dots.stored.scale_bytes == 1:
-            per_row, code = self._scales_per_row, self.code
-            stored = self.scale + (self.index * self.rows + start) * per_row
-            # ROWS is a multiple of LANES: so is the number of scales.
-            with code.loop(code.i64(0), per_row * ROWS, LANES) as i:
-                values = scale_values(code, self.dots.stored, stored + i)
-                code.store(values, self.scratch + i * 4)
-
-    def scales(self, row: Val, start: Val) -> tuple[Val, Val]:
-        """Address of the FP32 scales of a row whose block was decoded from `start` on; bytes to the next row's."""
-        stored, code = self.dots.stored, self.code
-        if stored.scale_bytes == 1:
-            size = self._scales_per_row * 4
-            return self.scratch + (row - start) * size, size
-        if not stored.scales_columns:
-            return code.i64(0), code.i64(0)
-        # ROWS divides the rows of a block: its rows share their scales.
-        block_rows = stored.scale_block[0]
-        down = (self.rows + (block_rows - 1)) // block_rows
-        address = self.scale + (self.index * down + row // block_rows) * self._scales_per_row * 4
-        return address, code.i64(0)
-
-    def whole_scale(self) -> Val:
-        """The matrix's own scale."""
-        if not self.dots.stored.has_global_scale:
-            return self.code.f32(1.0)
-        return self.code.load(F32, self.global_scale + self.index * 4)
-
-    def row_scale(self, row: Val) -> Val:
-        """Address of a row's only scale."""
-        return self.scale + (self.index * self.rows + row) * 4
-
-    @property
-    def _scales_per_row(self) -> Val:
-        block = self.dots.stored.scale_block[1]
-        return (self.cols + (block - 1)) // block
-
-
-def _scale_scratch(code: Code, dots: Dots, cols: Val) -> Val:
-    """Stack for the decoded scales of `ROWS` rows."""
-    if dots.stored.scale_bytes != 1:
-        return code.i64(0)
-    return code.dynamic_slot(F32, (cols // dots.stored.scale_block[1]) * ROWS)
+    return ((cols + (PADDING - 1)) & -PADDING) * dots.activation_bytes
 
 
 @contextmanager
-def _blocks(code: Code, counter: Val, count: Val) -> Generator[Val]:
-    """Take blocks of work, shared with all other threads, until none is left."""
-    block = code.var(code.fetch_add(counter, 1))
-    with code.while_(lambda: block.get() < count):
-        yield block.get()
-        block.set(code.fetch_add(counter, 1))
+def _blocks(code: Code, args: Arguments, counter: Val, count: Val) -> Generator[tuple[Val, Val]]:
+    """Take blocks of work, shared with all other threads, until none is left: each with the one after it, if any.
 
-
-@dataclass(frozen=True)
-class Pass:
-    """The dot products of a few rows with the vectors of one expert's pairs.
-
-    Attributes:
-        functions: `Dots.build` for several numbers of tokens.
-        groups: (matrix, first row) of the two groups of rows.
-        start: first row of the block that they belong to.
-        vector_of: address of the vector of a pair.
-        products: stack for the results of one call.
-        next_rows: how many rows further on a matrix the next call reads.
+    A thread takes several neighbours at once, the fewer the fewer are left: cores far from each other pass the
+    counter's cache line slowly, and slow cores must not keep the fast ones waiting at the end.
     """
+    shares = args.num_threads * _SHARES
 
-    functions: dict[int, Any]
-    groups: list[tuple[Matrix, Val]]
-    start: Val
-    vector_of: Callable[[Val], Val]
-    products: Val
-    next_rows: int
+    def take(block: Var, end: Var) -> None:
+        share = (count - code.load_shared(counter)) // shares
+        share = (share > 1).select(share, code.i64(1))
+        start = code.fetch_add(counter, share)
+        block.set(start)
+        end.set(start + share)
 
-    def run(self, code: Code, first: Val, last: Val, use: Callable[[Val, Val], None]) -> None:
-        """Build the calls for pairs first..last; `use` gets a pair and the address of its products."""
-        matrix = self.groups[0][0]
-        scales = [m.scales(row, self.start) for m, row in self.groups]
-        common = [
-            *(m.row(row) for m, row in self.groups),
-            matrix.row_bytes,
-            *(address for address, _ in scales),
-            scales[0][1],
-            *(m.whole_scale() for m, _ in self.groups),
-            *(m.row_scale(row) for m, row in self.groups),
-        ]
-        tail = [self.products, matrix.cols, matrix.row_bytes * self.next_rows]
-        pair = code.var(first)
-        for count, function in self.functions.items():
-            with code.while_(lambda count=count: pair.get() + (count - 1) < last):
-                now = pair.get()
-                code.call(function, *common, *(self.vector_of(now + i) for i in range(count)), *tail)
-                for i in range(count):
-                    use(now + i, self.products + 4 * matrix.dots.rows * i)
-                pair.set(now + count)
-
-
-def _products(code: Code, dots: Dots) -> Val:
-    return code.slot(F32, dots.rows * max(dots.passes))
+    block, end = (code.var(code.i64(0)) for _ in (0, 1))
+    take(block, end)
+    with code.while_(lambda: block.get() < count):
+        now = block.get()
+        block.set(now + 1)
+        with code.if_(block.get().equals(end.get())):
+            take(block, end)
+        next_ = block.get()
+        yield now, (next_ < count).select(next_, now)
 
 
 # -- the three functions ---------------------------------------------------------------------------------------------
@@ -224,17 +125,17 @@ def _plan(module: Any, dots: Dots) -> None:
             num_active.set(n + 1)
     code.store(position.get(), args.first + num_active.get() * 8)
     code.store(num_active.get(), args.address("num_active"))
-    act_bytes = arranged_bytes(args.intermediate)
+    act_bytes = arranged_bytes(dots, args.intermediate)
     with _used_slots(code, args) as (token, slot, at):
         pair = code.load(I64, at)
         code.store(pair + 1, at)
         code.store(token, args.pair_token + pair * 8)
         code.store(code.load(F32, args.weights + token * args.weights_stride + slot * 4), args.pair_weight + pair * 4)
-        _zero_padding(code, args.act + (pair + 1) * act_bytes)
-    x_bytes = arranged_bytes(args.hidden)
+        _zero_padding(code, dots, args.act + (pair + 1) * act_bytes)
+    x_bytes = arranged_bytes(dots, args.hidden)
     with code.loop(zero, args.num_tokens) as token:
         to = args.arranged_x + token * x_bytes
-        _zero_padding(code, to + x_bytes)
+        _zero_padding(code, dots, to + x_bytes)
         with code.loop(zero, args.hidden) as col:
             bits = code.load(I16, args.x + token * args.x_stride + col * 2)
             _store_activation(code, dots, bits, to, col)
@@ -252,34 +153,41 @@ def _used_slots(code: Code, args: Arguments) -> Generator[tuple[Val, Val, Val]]:
             yield token, slot, args.cursor + e * 8
 
 
-def _zero_padding(code: Code, end: Val) -> None:
+def _zero_padding(code: Code, dots: Dots, end: Val) -> None:
     """Zero the last `PADDING` activations of a vector that ends at `end`."""
-    size = 4 * PADDING
+    size = dots.activation_bytes * PADDING
     for offset in range(0, size, 4 * LANES):
         code.store(code.zeros(F32X16), end + (offset - size))
 
 
 def _store_activation(code: Code, dots: Dots, bf16: Val, base: Val, col: Val) -> None:
     """Put column `col`, given as the bits of a BF16 number, into the vector at `base`."""
-    code.store(bf16.zext(I32) << 16, base + dots.spot(col) * 4)
+    number = bf16 if dots.activation_bytes == 2 else bf16.zext(I32) << 16
+    code.store(number, base + dots.spot(col) * dots.activation_bytes)
 
 
 def _gate_up(module: Any, dots: Dots, functions: dict[int, Any], gate_fn: str) -> None:
     code = Code(module, "gate_up", [I64])
     args = Arguments(code)
     hidden, intermediate = args.hidden, args.intermediate
-    x_bytes, act_bytes = (arranged_bytes(cols) for cols in (hidden, intermediate))
+    x_bytes, act_bytes = (arranged_bytes(dots, cols) for cols in (hidden, intermediate))
     blocks_per_expert = intermediate // ROWS
-    products = _products(code, dots)
-    scratch = [_scale_scratch(code, dots, hidden) for _ in (0, 1)]
-    with _blocks(code, args.address("next_gate_up"), args.num_active * blocks_per_expert) as block:
+    products = products_slot(code, dots)
+    scratch = [scale_scratch(code, dots, hidden) for _ in (0, 1)]
+    with _blocks(code, args, args.address("next_gate_up"), args.num_active * blocks_per_expert) as (block, next_block):
         active, start = block // blocks_per_expert, (block % blocks_per_expert) * ROWS
         expert = code.load(I64, args.active + active * 8)
+        next_expert = code.load(I64, args.active + (next_block // blocks_per_expert) * 8)
+        next_start = (next_block % blocks_per_expert) * ROWS
         first, last = (code.load(I64, args.first + (active + i) * 8) for i in (0, 1))
-        w13 = args.w13, args.w13_scale, args.w13_global
-        halves = [Matrix(code, dots, *w13, expert * 2 + half, intermediate, hidden, scratch[half]) for half in (0, 1)]
-        for matrix in halves:
-            matrix.decode_scales(start)
+
+        def half_of(expert: Val, half: int) -> Matrix:
+            w13 = args.w13, args.w13_scale, args.w13_global
+            return Matrix(code, dots, *w13, expert * 2 + half, intermediate, hidden, scratch[half])
+
+        halves, next_halves = ([half_of(e, half) for half in (0, 1)] for e in (expert, next_expert))
+        for matrix, next_matrix in zip(halves, next_halves, strict=True):
+            matrix.decode_scales(start, next_matrix, next_start)
         group = dots.rows // 2
         floats = vector(F32, group)
         with code.loop(start, start + ROWS, group) as row:
@@ -298,8 +206,10 @@ def _gate_up(module: Any, dots: Dots, functions: dict[int, Any], gate_fn: str) -
             def x_of(pair: Val) -> Val:
                 return args.arranged_x + code.load(I64, args.pair_token + pair * 8) * x_bytes
 
+            ends = [m.row(start + ROWS) for m in halves]
+            afters = [m.row(next_start) for m in next_halves]
             groups = [(matrix, row) for matrix in halves]
-            Pass(functions, groups, start, x_of, products, group).run(code, first, last, use)
+            Pass(functions, groups, start, x_of, products, ends, afters).run(code, first, last, use)
     code.end()
 
 
@@ -307,36 +217,49 @@ def _down(module: Any, dots: Dots, functions: dict[int, Any]) -> None:
     code = Code(module, "down", [I64])
     args = Arguments(code)
     hidden, intermediate = args.hidden, args.intermediate
-    act_bytes = arranged_bytes(intermediate)
+    act_bytes = arranged_bytes(dots, intermediate)
     zero = code.i64(0)
-    products = _products(code, dots)
-    scratch = _scale_scratch(code, dots, intermediate)
-    with _blocks(code, args.address("next_down"), hidden // ROWS) as block:
+    products = products_slot(code, dots)
+    scratch = scale_scratch(code, dots, intermediate)
+    with _blocks(code, args, args.address("next_down"), hidden // ROWS) as (block, next_block):
         start = block * ROWS
         with code.loop(zero, args.num_tokens) as token:
             code.store(code.zeros(F32X16), args.y + (token * hidden + start) * 4)
         with code.loop(zero, args.num_active) as active:
             expert = code.load(I64, args.active + active * 8)
             first, last = (code.load(I64, args.first + (active + i) * 8) for i in (0, 1))
-            w2 = Matrix(code, dots, args.w2, args.w2_scale, args.w2_global, expert, hidden, intermediate, scratch)
-            w2.decode_scales(start)
-            floats = vector(F32, dots.rows)
-            with code.loop(start, start + ROWS, dots.rows) as row:
+            more = active + 1 < args.num_active
+            next_expert = code.load(I64, args.active + more.select(active + 1, zero) * 8)
+            next_start = more.select(start, next_block * ROWS)
+
+            def w2_of(expert: Val) -> Matrix:
+                return Matrix(code, dots, args.w2, args.w2_scale, args.w2_global, expert, hidden, intermediate, scratch)
+
+            w2, next_w2 = w2_of(expert), w2_of(next_expert)
+            w2.decode_scales(start, next_w2, next_start)
+            # One group of rows walks through the first half of the block, the other through the second.
+            half, group = ROWS // 2, dots.rows // 2
+            floats = vector(F32, group)
+            with code.loop(start, start + half, group) as row:
 
                 def use(pair: Val, products: Val, expert: Val = expert, row: Val = row) -> None:
-                    values = code.var(code.load(floats, products))
-                    with code.if_(args.w2_bias > 0):
-                        values.set(values.get() + code.load(floats, args.w2_bias + (expert * hidden + row) * 4))
-                    weight = code.load(F32, args.pair_weight + pair * 4).splat(dots.rows)
+                    weight = code.load(F32, args.pair_weight + pair * 4).splat(group)
                     token = code.load(I64, args.pair_token + pair * 8)
-                    at = args.y + (token * hidden + row) * 4
-                    code.store(code.fma(weight, values.get(), code.load(floats, at)), at)
+                    for which in (0, 1):
+                        of = row + half * which
+                        value = code.var(code.load(floats, products + 4 * group * which))
+                        with code.if_(args.w2_bias > 0):
+                            value.set(value.get() + code.load(floats, args.w2_bias + (expert * hidden + of) * 4))
+                        at = args.y + (token * hidden + of) * 4
+                        code.store(code.fma(weight, value.get(), code.load(floats, at)), at)
 
                 def act_of(pair: Val) -> Val:
                     return args.act + pair * act_bytes
 
-                groups = [(w2, row), (w2, row + dots.rows // 2)]
-                Pass(functions, groups, start, act_of, products, dots.rows).run(code, first, last, use)
+                groups = [(w2, row), (w2, row + half)]
+                ends = [w2.row(start + half), w2.row(start + ROWS)]
+                afters = [next_w2.row(next_start), next_w2.row(next_start + half)]
+                Pass(functions, groups, start, act_of, products, ends, afters).run(code, first, last, use)
         with code.loop(zero, args.num_tokens) as token:
             value = code.load(F32X16, args.y + (token * hidden + start) * 4)
             code.store(bf16_bits(value), args.out + token * args.out_stride + start * 2)
