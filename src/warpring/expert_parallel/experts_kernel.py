@@ -1,0 +1,67 @@
+"""role2's kernel as it is compiled: which policy, how many stages of weights and of tokens fit into shared memory."""
+
+from __future__ import annotations
+
+from warpring.expert_parallel.packing import CHUNK_COLUMNS, POLICIES, TASK_ROWS, image_bytes
+from warpring.expert_parallel.problem import NEURONS, Problem
+from warpring.formats import ceil_div
+from warpring.runtime.jit import KernelSpec
+
+#: Threads of a CTA: two warpgroups that consume, one whose threads request copies.
+EXPERTS_THREADS = 384
+#: Dynamic shared memory of a CTA, all that Hopper gives to one.
+SMEM_BYTES = 227 * 1024
+_CONSUMER_WARPS = 8
+_QUEUED_TASKS = 8
+_TASK_BYTES = 32
+_LUT_BYTES = 128
+_LEAST_TOKEN_STAGES, _MOST_TOKEN_STAGES = 4, 8
+_WANTED_TOKEN_BYTES = 36 * 1024
+_MOST_WEIGHT_STAGES = 32
+
+
+def num_stages(problem: Problem) -> tuple[int, int]:
+    """Stages of weights and of tokens. Tokens come from L2 and need few; weights get what is left."""
+    formats = {problem.format} | ({problem.shared_format} if problem.num_shared else set())
+    weights = max(_up(image_bytes(format)) for format in formats)
+    block, element = problem.tokens_per_block, problem.activation_bytes
+    info = 16 + 8 * block
+    tokens = _up(block * CHUNK_COLUMNS * element + 2 * block * 4 + info)
+    partial_bytes = 2 if problem.activation == "fp8" else 4
+    turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
+    fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + _QUEUED_TASKS * (_TASK_BYTES + 16) + 256
+    token_stages = min(max(_WANTED_TOKEN_BYTES // tokens, _LEAST_TOKEN_STAGES), _MOST_TOKEN_STAGES)
+    left = SMEM_BYTES - fixed - token_stages * (tokens + 16)
+    return min(left // (weights + 16), _MOST_WEIGHT_STAGES), token_stages
+
+
+def _up(num_bytes: int) -> int:
+    return ceil_div(num_bytes, 128) * 128
+
+
+def experts_spec(problem: Problem) -> KernelSpec:
+    """The kernel of role2 for this layer; it runs on sm_90a.
+
+    Raises:
+        UnsupportedError: a weight format without a policy.
+    """
+    weight_stages, token_stages = num_stages(problem)  # names a format without a policy
+    macros = [
+        ("WARPRING_HIDDEN", str(problem.hidden)),
+        ("WARPRING_INTERMEDIATE", str(problem.intermediate)),
+        ("WARPRING_TOPK", str(problem.topk)),
+        ("WARPRING_EXPERTS", str(problem.num_experts)),
+        ("WARPRING_LOCAL_EXPERTS", str(problem.num_local_experts)),
+        ("WARPRING_NUM_SHARED", str(problem.num_shared)),
+        ("WARPRING_BLOCK_M", str(problem.tokens_per_block)),
+        ("WARPRING_ACTIVATION_FP8", str(int(problem.activation == "fp8"))),
+        ("WARPRING_FORMAT", POLICIES[problem.format]),
+        ("WARPRING_WEIGHT_STAGES", str(weight_stages)),
+        ("WARPRING_TOKEN_STAGES", str(token_stages)),
+        ("WARPRING_SMEM_BYTES", str(SMEM_BYTES)),
+    ]
+    if problem.num_shared:
+        macros.append(("WARPRING_SHARED_FORMAT", POLICIES[problem.shared_format]))
+    if problem.gate.gate_fn == "gelu_tanh":
+        macros.append(("WARPRING_GELU_TANH", ""))
+    return KernelSpec("ep_experts.cu", "ep_experts", tuple(macros), SMEM_BYTES)

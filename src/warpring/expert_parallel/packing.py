@@ -1,0 +1,402 @@
+"""Expert weights in the order in which role2 streams them: one contiguous image a (expert, task, chunk).
+
+A task is 128 rows: for the first GEMM the gate and up rows of 64 neurons, for the second 128 outputs. A chunk is its
+next 128 columns. Eight warps own 16 rows each: for the first GEMM 8 gate rows and the up rows of the same neurons.
+
+    lane l = 4 g + q of a warp holds rows g and g + 8 and, of every 32 columns,
+    "fp8":   4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3      (A of one wgmma m64nNk32, E4M3)
+    "bf16":  2 q, 2 q + 1, and the same + 8, + 16, + 24       (A of two wgmma m64nNk16, FP16)
+
+An image holds the codes, [warp][step of 32 columns][lane], then the scales (`ep_weights.cuh` reads both):
+
+    fp8_block    16 bytes a lane and step; FP32 scale of gate and up (of the block, twice, for w2), 8 bytes of padding
+    fp8_channel  the same codes; an FP32 scale a row, [warp][g][g, g + 8]
+    mxfp4        8 bytes a lane and step, a word a row; a word a row of scales, likewise
+
+An MXFP4 row's window is its 128 columns of a chunk: one power of two, and for each block of 32 columns an entry 0 to 13
+of a table of exact shifts. A block more than 13 binades below the largest of its window that holds a weight other than
+zero is flushed to zero (entry 14); `flushed` counts the weights that this changed. A NaN scale is entry 15.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import pad
+
+from warpring.activation import Activation
+from warpring.errors import ArgumentError, UnsupportedError
+from warpring.expert_parallel.problem import NEURONS, ActivationForm
+from warpring.experts import Experts
+from warpring.formats import QuantizedTensor, ceil_div
+
+#: Formats that role2 has a policy for, and the policy's name in ep_weights.cuh.
+POLICIES = {"fp8_block": "EpFp8Block", "fp8_channel": "EpFp8Channel", "mxfp4": "EpMxfp4"}
+TASK_ROWS = 128
+CHUNK_COLUMNS = 128
+#: Bytes of codes and of scales in an image.
+CODE_BYTES = {"fp8_block": 16384, "fp8_channel": 16384, "mxfp4": 8192}
+SCALE_BYTES = {"fp8_block": 16, "fp8_channel": 512, "mxfp4": 512}
+
+_WARPS = 8
+_MX_BLOCK = 32
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+#: Entries of the table: exact shifts, then zeros, then NaN. The top one stands for 2^6 in E4M3, for 1 in FP16.
+_TOP_ENTRY, _ZERO_ENTRY, _NAN_ENTRY = 13, 14, 15
+_TOP_SHIFT = {"fp8": 6, "bf16": 0}
+_BF16_FRACTION_BITS, _BF16_BIAS, _BF16_LEAST_EXPONENT = 7, 127, -133
+
+
+def image_bytes(format: str) -> int:
+    """Bytes of one packed chunk; UnsupportedError for a format without a policy."""
+    if format not in POLICIES:
+        raise UnsupportedError(
+            f"expert-parallel kernels have no policy for {format} weights; they have {', '.join(POLICIES)}. "
+            "Requantise the experts to one of these."
+        )
+    return CODE_BYTES[format] + SCALE_BYTES[format]
+
+
+def pack_matrix(stored: QuantizedTensor, activation: ActivationForm) -> tuple[torch.Tensor, int]:
+    """Pack one projection: logical [E, 2, intermediate, hidden] (gate, up) or [E, hidden, intermediate].
+
+    One expert at a time: what this needs beside its result is a few times one expert's matrix.
+
+    Returns:
+        images uint8 [E, tasks, chunks, image_bytes(format)], and how many weights were flushed to zero.
+
+    Raises:
+        UnsupportedError: a format without a policy.
+    """
+    num_bytes, code_bytes = image_bytes(stored.format), CODE_BYTES[stored.format]
+    tasks = ceil_div(stored.shape[-2], _task_rows(len(stored.shape) == 4))
+    chunks = ceil_div(stored.shape[-1], CHUNK_COLUMNS)
+    shape = (stored.shape[0], tasks, chunks, num_bytes)
+    images = torch.empty(shape, dtype=torch.uint8, device=stored.device)
+    flushed = 0
+    for index, image in enumerate(images):
+        expert = stored[index]
+        halves = expert if len(expert.shape) == 3 else _unsqueeze(expert)
+        if stored.format == "mxfp4":
+            codes, scales, lost = _pack_mxfp4(halves, activation)
+            flushed += lost
+        else:
+            codes, scales = _pack_e4m3(halves, activation)
+        image[..., :code_bytes] = codes
+        image[..., code_bytes:] = scales
+    return images, flushed
+
+
+def unpack_matrix(
+    images: torch.Tensor, format: str, shape: tuple[int, ...], activation: ActivationForm
+) -> QuantizedTensor:
+    """The inverse of `pack_matrix`: the weights that the kernel computes with, in their format's own layout.
+
+    FP8 formats come back bit for bit. So does MXFP4, but for blocks of entry 14, which come back as zeros of scale
+    2^-127.
+
+    Args:
+        images: uint8 [E, tasks, chunks, bytes].
+        format: the weights' format.
+        shape: their logical shape.
+        activation: what they were packed for.
+    """
+    codes, scales = images.split((CODE_BYTES[format], SCALE_BYTES[format]), dim=-1)
+    unpack_one = _unpack_mxfp4 if format == "mxfp4" else _unpack_e4m3
+    halves = shape[1] if len(shape) == 4 else 1
+    one = (halves, shape[-2], shape[-1])
+    pieces = [unpack_one(c, s, format, one, activation) for c, s in zip(codes, scales, strict=True)]
+    data, scale = (torch.stack(parts) for parts in zip(*pieces, strict=True))
+    if len(shape) == 3:
+        data, scale = data.squeeze(1), scale.squeeze(1)
+    return QuantizedTensor(format, shape, data, scale)
+
+
+def _task_rows(is_gate_up: bool) -> int:
+    """Rows of each half (gate, up) in a task."""
+    return NEURONS if is_gate_up else TASK_ROWS
+
+
+def _unsqueeze(stored: QuantizedTensor) -> QuantizedTensor:
+    moved = stored.map(lambda t: t.unsqueeze(0))
+    return QuantizedTensor(stored.format, (1, *stored.shape), moved.data, moved.scale)
+
+
+def _groups(activation: ActivationForm) -> tuple[int, int]:
+    """How 8 codes of a lane lie in 32 columns: so many groups, 32 / groups apart, of so many neighbours."""
+    return (2, 4) if activation == "fp8" else (4, 2)
+
+
+def _split_rows(t: torch.Tensor) -> torch.Tensor:
+    """[halves, rows, ...] -> [task, warp, 2, g, ...], rows padded with zeros to whole tasks."""
+    per_task = _task_rows(t.shape[0] == 2)
+    missing = -t.shape[1] % per_task
+    t = pad(t, (0, 0) * (t.dim() - 2) + (0, missing))
+    if t.shape[0] == 2:
+        return t.unflatten(1, (-1, _WARPS, 8)).movedim(0, 2)
+    return t.squeeze(0).unflatten(0, (-1, _WARPS, 2, 8))
+
+
+def _join_rows(t: torch.Tensor, halves: int, rows: int) -> torch.Tensor:
+    """The inverse of `_split_rows`."""
+    joined = t.movedim(2, 0).flatten(1, 3) if halves == 2 else t.flatten(0, 3).unsqueeze(0)
+    return joined[:, :rows]
+
+
+def _split_codes(codes: torch.Tensor, activation: ActivationForm) -> torch.Tensor:
+    """One code a byte [halves, rows, cols] -> [task, warp, 2, g, chunk, step, group, q, neighbour]."""
+    groups, neighbours = _groups(activation)
+    rows = _split_rows(pad(codes, (0, -codes.shape[2] % CHUNK_COLUMNS)))
+    return rows.unflatten(-1, (-1, 4, groups, 4, neighbours))
+
+
+def _join_codes(split: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+    """The inverse of `_split_codes`."""
+    return _join_rows(split.flatten(4), shape[0], shape[1])[..., : shape[2]].contiguous()
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """32-bit elements [.., n] as bytes [.., 4 n]."""
+    return words.contiguous().view(torch.uint8)
+
+
+def _pack_row_words(words: torch.Tensor) -> torch.Tensor:
+    """32-bit [halves, rows, chunks], one a row and chunk -> bytes [task, chunk, 512], ordered [warp][g][g, g + 8]."""
+    return _bytes(_split_rows(words).permute(0, 4, 1, 3, 2).flatten(2))
+
+
+def _unpack_row_words(scales: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> torch.Tensor:
+    """The inverse of `_pack_row_words`, [halves, rows, chunks] of a 32-bit type."""
+    words = scales.contiguous().view(dtype).unflatten(-1, (_WARPS, 8, 2))
+    return _join_rows(words.permute(0, 2, 4, 3, 1), shape[0], shape[1])
+
+
+# ---- E4M3 codes ------------------------------------------------------------------------------------------------------
+
+
+def _pack_e4m3(halves: QuantizedTensor, activation: ActivationForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of codes and of scales, [task, chunk, bytes]."""
+    split = _split_codes(halves.data.view(torch.uint8), activation)
+    # [task, chunk, warp, step, g, q, group, 2, neighbour]
+    codes = split.permute(0, 4, 1, 5, 3, 7, 6, 2, 8).flatten(2)
+    scale = _scale_of(halves)
+    if halves.format == "fp8_channel":
+        return codes, _pack_row_words(scale.expand(-1, -1, codes.shape[1]))
+    # A task lies within one block of rows: 64 neurons, or 128 outputs.
+    tasks = torch.arange(codes.shape[0], device=scale.device) * _task_rows(scale.shape[0] == 2) // TASK_ROWS
+    of_task = scale[:, tasks].movedim(0, -1)
+    pair = of_task if scale.shape[0] == 2 else of_task.expand(-1, -1, 2)
+    return codes, _bytes(pad(pair, (0, 2)))
+
+
+def _unpack_e4m3(
+    codes: torch.Tensor, scales: torch.Tensor, format: str, shape: tuple[int, int, int], activation: ActivationForm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups, neighbours = _groups(activation)
+    lanes = codes.unflatten(-1, (_WARPS, 4, 8, 4, groups, 2, neighbours))
+    data = _join_codes(lanes.permute(0, 2, 7, 4, 1, 3, 6, 5, 8), shape).view(torch.float8_e4m3fn)
+    if format == "fp8_channel":
+        return data, _unpack_row_words(scales, torch.float32, shape)[..., :1].contiguous()
+    pair = scales.contiguous().view(torch.float32)[..., : shape[0]].movedim(-1, 0)
+    every = TASK_ROWS // _task_rows(shape[0] == 2)
+    return data, pair[:, ::every].contiguous()
+
+
+# ---- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def _pack_mxfp4(halves: QuantizedTensor, activation: ActivationForm) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Bytes of codes and of scales, [task, chunk, bytes], and how many weights were flushed."""
+    codes = torch.stack((halves.data & 15, halves.data >> 4), -1).flatten(-2)
+    entries, exponent, flushed = _windows(codes, _scale_of(halves))
+    split = _split_codes(codes, activation).unflatten(5, (2, 2))
+    # [task, chunk, warp, two steps, g, q, step of them, 2, the lane's 8 codes]
+    lanes = split.permute(0, 4, 1, 5, 3, 8, 6, 2, 7, 9).flatten(-2)
+    shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)
+    words = (entries << shifts).sum(-1, dtype=torch.int32) | _bf16_bits(exponent - _TOP_SHIFT[activation]) << 16
+    return _bytes(_words_of(lanes).flatten(2)), _pack_row_words(words), flushed
+
+
+def _windows(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Entries int32 [halves, rows, chunks, 4], exponents of the windows [halves, rows, chunks], weights flushed."""
+    missing = -codes.shape[2] % CHUNK_COLUMNS
+    used = (pad(codes, (0, missing)).unflatten(-1, (-1, 4, _MX_BLOCK)) & 7 != 0).sum(-1)
+    exponent = pad(scale, (0, missing // _MX_BLOCK)).unflatten(-1, (-1, 4)).int()
+    nan = exponent == _E8M0_NAN
+    largest = torch.where((used > 0) & ~nan, exponent, -1).amax(-1)
+    largest = torch.where(largest < 0, _E8M0_BIAS, largest)
+    entries = _TOP_ENTRY - largest[..., None] + exponent
+    entries = torch.where((entries < 0) | (entries > _TOP_ENTRY), _ZERO_ENTRY, entries)
+    entries = torch.where(nan, _NAN_ENTRY, entries)
+    flushed = int(used[entries == _ZERO_ENTRY].sum())
+    return entries, largest - _E8M0_BIAS, flushed
+
+
+def _bf16_bits(exponent: torch.Tensor) -> torch.Tensor:
+    """Bits of 2^exponent in BF16, int32; subnormals down to 2^-133."""
+    subnormal = 1 << (exponent - _BF16_LEAST_EXPONENT).clamp(0, _BF16_FRACTION_BITS - 1)
+    return torch.where(exponent <= -_BF16_BIAS, subnormal, (exponent + _BF16_BIAS) << _BF16_FRACTION_BITS)
+
+
+def _words_of(codes: torch.Tensor) -> torch.Tensor:
+    """8 codes [.., 8] -> int32 [..]: magnitude i in nibble i; signs where the decoder's masks want them."""
+    wide = codes.int()
+    words = torch.zeros(wide.shape[:-1], dtype=torch.int32, device=codes.device)
+    for i in range(8):
+        sign_bit = 8 * i + 7 if i < 4 else 8 * (i - 4) + 3
+        words |= (wide[..., i] & 7) << 4 * i | (wide[..., i] >> 3) << sign_bit
+    return words
+
+
+def _codes_of(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_words_of`, uint8 [.., 8]."""
+    codes: list[torch.Tensor] = []
+    for i in range(8):
+        sign_bit = 8 * i + 7 if i < 4 else 8 * (i - 4) + 3
+        codes.append(words >> 4 * i & 7 | (words >> sign_bit & 1) << 3)
+    return torch.stack(codes, -1).to(torch.uint8)
+
+
+def _unpack_mxfp4(
+    codes: torch.Tensor, scales: torch.Tensor, format: str, shape: tuple[int, int, int], activation: ActivationForm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups, neighbours = _groups(activation)
+    words = codes.contiguous().view(torch.int32).unflatten(-1, (_WARPS, 2, 8, 4, 2, 2))
+    lanes = _codes_of(words).unflatten(-1, (groups, neighbours))
+    values = _join_codes(lanes.permute(0, 2, 7, 4, 1, 3, 6, 8, 5, 9).flatten(5, 6), shape)
+    rows = _unpack_row_words(scales, torch.int32, shape)
+    bits = rows >> 16 & 0xFFFF
+    subnormal = (bits.float().log2()).int() + _BF16_LEAST_EXPONENT
+    field_ = bits >> _BF16_FRACTION_BITS
+    exponent = torch.where(field_ == 0, subnormal, field_ - _BF16_BIAS) + _TOP_SHIFT[activation]
+    entries = rows[..., None] >> torch.arange(0, 16, 4, device=rows.device, dtype=torch.int32) & 15
+    scale = exponent[..., None] + _E8M0_BIAS - _TOP_ENTRY + entries
+    scale = torch.where(entries == _ZERO_ENTRY, 0, torch.where(entries == _NAN_ENTRY, _E8M0_NAN, scale))
+    zero = (entries == _ZERO_ENTRY).flatten(-2).repeat_interleave(_MX_BLOCK, -1)[..., : shape[2]]
+    values = torch.where(zero, 0, values)
+    return values[..., 0::2] | values[..., 1::2] << 4, scale.flatten(-2)[..., : shape[2] // _MX_BLOCK].to(torch.uint8)
+
+
+def _scale_of(stored: QuantizedTensor) -> torch.Tensor:
+    if stored.scale is None:
+        raise ArgumentError(f"pack_matrix: {stored.format} weights must have scales; got none. Requantise them.")
+    return stored.scale
+
+
+# ---- a layer ---------------------------------------------------------------------------------------------------------
+
+
+class EpWeights(ctypes.Structure):
+    """What role2 is handed by value beside EpParams (ep_weights.cuh)."""
+
+    _fields_ = (
+        ("gmem_w13", ctypes.c_void_p),
+        ("gmem_w2", ctypes.c_void_p),
+        ("gmem_w13_bias", ctypes.c_void_p),
+        ("gmem_w2_bias", ctypes.c_void_p),
+        ("gmem_shared_w13", ctypes.c_void_p),
+        ("gmem_shared_w2", ctypes.c_void_p),
+        ("gmem_shared_w13_bias", ctypes.c_void_p),
+        ("gmem_shared_w2_bias", ctypes.c_void_p),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("up_offset", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PackedForRole2:
+    """One set of experts, packed.
+
+    Attributes:
+        w13: uint8 [E, intermediate_padded / 64, hidden_padded / 128, image_bytes(format)].
+        w2: uint8 [E, hidden_padded / 128, ceil(intermediate_padded / 128), image_bytes(format)].
+        format: of the weights.
+        flushed: weights that became zero (MXFP4 blocks far below their window; see the module).
+        w13_bias: FP32 [E, 2, intermediate] or None.
+        w2_bias: FP32 [E, hidden] or None.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    format: str
+    flushed: int = 0
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of images and biases."""
+        tensors = (t for t in (self.w13, self.w2, self.w13_bias, self.w2_bias) if t is not None)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def pointers(self) -> tuple[int, int, int, int]:
+        """Addresses of w13, w2 and the two biases (0 where there is none)."""
+        w13_bias, w2_bias = (0 if t is None else t.data_ptr() for t in (self.w13_bias, self.w2_bias))
+        return self.w13.data_ptr(), self.w2.data_ptr(), w13_bias, w2_bias
+
+
+@dataclass(frozen=True, eq=False)
+class EpPacked:
+    """One rank's experts as role2 takes them. The `Experts` they were made from are not kept.
+
+    Attributes:
+        routed: the rank's own routed experts.
+        shared: the fused shared experts, or None.
+        gate: the activation between the projections.
+        activation: form of the tokens that the images fit.
+    """
+
+    routed: PackedForRole2
+    shared: PackedForRole2 | None
+    gate: Activation
+    activation: ActivationForm = field(default="fp8")
+
+    @property
+    def flushed(self) -> int:
+        """Weights that became zero, routed and shared."""
+        return self.routed.flushed + (0 if self.shared is None else self.shared.flushed)
+
+    @property
+    def nbytes(self) -> int:
+        return self.routed.nbytes + (0 if self.shared is None else self.shared.nbytes)
+
+    def arguments(self) -> EpWeights:
+        """The struct for a launch; the tensors must live until it has run."""
+        shared = (0, 0, 0, 0) if self.shared is None else self.shared.pointers()
+        limit = math.inf if self.gate.limit is None else self.gate.limit
+        return EpWeights(*self.routed.pointers(), *shared, self.gate.alpha, limit, self.gate.up_offset, 0)
+
+
+def pack_ep(experts: Experts, shared: Experts | None = None, *, activation: ActivationForm) -> EpPacked:
+    """Pack one rank's experts for role2.
+
+    Args:
+        experts: the rank's own routed experts (`problem.local_experts`).
+        shared: shared experts that are fused, with the same sizes and activation, or None.
+        activation: form of the tokens, "fp8" or "bf16".
+
+    Raises:
+        ArgumentError: shared experts of other sizes or another activation.
+        UnsupportedError: a format without a policy.
+    """
+    if shared is not None:
+        ours = (experts.hidden, experts.intermediate, experts.activation)
+        if (shared.hidden, shared.intermediate, shared.activation) != ours:
+            raise ArgumentError(
+                f"pack_ep: shared experts must have the routed ones' hidden, intermediate and activation {ours}; got "
+                f"{(shared.hidden, shared.intermediate, shared.activation)}. Run them outside the fused kernel."
+            )
+    packed = _pack_experts(experts, activation)
+    return EpPacked(
+        packed, None if shared is None else _pack_experts(shared, activation), experts.activation, activation
+    )
+
+
+def _pack_experts(experts: Experts, activation: ActivationForm) -> PackedForRole2:
+    (w13, lost13), (w2, lost2) = (pack_matrix(stored, activation) for stored in (experts.w13, experts.w2))
+    return PackedForRole2(w13, w2, experts.format, lost13 + lost2, experts.w13_bias, experts.w2_bias)

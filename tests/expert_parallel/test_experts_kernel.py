@@ -1,0 +1,245 @@
+"""role2 alone, emulated: a feeder brings blocks, partial results must be bit for bit what experts_oracle.py computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from emulator import Launch, load, run, unusable_reason
+from experts_oracle import expert_block
+
+from warpring import SILU, Activation, Experts, gpt_oss_swiglu
+from warpring.expert_parallel.arithmetic import Published, partial_dtype, publish
+from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS, experts_spec
+from warpring.expert_parallel.packing import pack_ep
+from warpring.expert_parallel.problem import ActivationForm, Problem
+from warpring.expert_parallel.workspace import make_params, pinned_error, plan_layout, plan_schedule, read_error
+from warpring.runtime.jit import KernelSpec
+from warpring.runtime.launch import int32
+
+EMULATED = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
+TIMEOUT_NS = 2_000_000_000
+POISON = 0xFF
+
+
+@dataclass
+class Block:
+    """One token block: the expert, its tokens and where their partial results go."""
+
+    expert: int
+    tokens: Published
+    weights: torch.Tensor
+    pairs: list[tuple[int, int, int]]  # owner, token, slot
+
+
+class Role2:
+    """One rank's memory, a peer's region, and role2 run on them."""
+
+    def __init__(self, problem: Problem, experts: Experts, compute_ctas: int, shared: Experts | None = None) -> None:
+        self.problem, self.experts, self.shared = problem, experts, shared
+        self.schedule = plan_schedule(problem, 1, compute_ctas, num_slots=None)
+        self.schedule = plan_schedule(problem, 1, compute_ctas, num_slots=self.schedule.lag + 2)
+        self.layout = plan_layout(problem, self.schedule)
+        self.regions = [self._buffer(self.layout.symmetric_bytes) for _ in range(problem.num_ranks)]
+        for region in self.regions:
+            region[: self.layout.offset("partials")] = 0
+        self.local = self._buffer(self.layout.local_bytes)
+        for name in ("state", "plan", "l1_full", "l1_empty", "l2_full", "l2_empty"):
+            part = next(r for r in self.layout.local if r.name == name)
+            self.local[part.offset : part.offset + part.num_bytes] = 0
+        self.error = pinned_error()
+        self.packed = pack_ep(experts, shared, activation=problem.activation)
+        self.blocks_run = self.calls = 0
+
+    @staticmethod
+    def _buffer(num_bytes: int) -> torch.Tensor:
+        whole = torch.full((num_bytes + 256,), POISON, dtype=torch.uint8)
+        start = -whole.data_ptr() % 256
+        return whole[start : start + num_bytes]
+
+    def counters(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        part = next(r for r in self.layout.local if r.name == name)
+        return self.local[part.offset : part.offset + part.num_bytes].view(dtype)[: self.schedule.num_slots]
+
+    def partials(self, rank: int) -> torch.Tensor:
+        problem, part = self.problem, next(r for r in self.layout.symmetric if r.name == "partials")
+        shape = (problem.max_tokens_per_rank, problem.num_slots_per_token, problem.hidden)
+        raw = self.regions[rank][part.offset : part.offset + part.num_bytes]
+        return raw.view(partial_dtype(problem.activation)).view(shape)
+
+    def run(self, blocks: Sequence[Block], seed: int, plan_first: bool, rank: int = 0, fed: int | None = None) -> None:
+        """One call; `fed` blocks of it really come, by default all."""
+        problem = self.problem
+        params = make_params(
+            problem,
+            self.schedule,
+            self.layout,
+            rank=rank,
+            addresses=[region.data_ptr() for region in self.regions],
+            local_address=self.local.data_ptr(),
+            error_address=self.error.data_ptr(),
+            timeout_ns=TIMEOUT_NS,
+        )
+        self.local[:16].view(torch.int64)[:] = torch.tensor([self.calls, self.blocks_run])
+        spec = experts_spec(problem)
+        plan = torch.tensor([[b.expert, len(b.pairs)] for b in blocks], dtype=torch.int32).reshape(-1, 2)
+        infos, images, scales = (torch.stack(t) if t else torch.zeros(0) for t in self._prepare(blocks))
+        feeder = load(KernelSpec("feed_ring.cu", "feed_ring", spec.macros), Path(__file__).parent)
+        feed = (plan, infos, images, scales, int32(len(blocks)), int32(plan_first))
+        if fed is not None:
+            feed = (plan, infos, images, scales, int32(fed), int32(plan_first))
+        ctas = self.schedule.compute_ctas
+        run(
+            [Launch(feeder, (1, 1, 1), 64, (params, *feed))],
+            [Launch(load(spec), (ctas, 1, 1), EXPERTS_THREADS, (params, self.packed.arguments()))],
+            seed=seed,
+            concurrent=True,
+        )
+        self.calls += 1
+        self.blocks_run += len(blocks)
+
+    def _prepare(self, blocks: Sequence[Block]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        problem, size = self.problem, self.problem.tokens_per_block
+        slots = problem.num_slots_per_token
+        infos: list[torch.Tensor] = []
+        images: list[torch.Tensor] = []
+        scales: list[torch.Tensor] = []
+        for block in blocks:
+            count = len(block.pairs)
+            width = next(w for w in (8, 16, 32, 64) if w >= count)
+            info = torch.full((4 + 2 * size,), -1, dtype=torch.int32)
+            info[:2] = torch.tensor([block.expert, count])
+            ids = [(owner * problem.max_tokens_per_rank + token) * slots + slot for owner, token, slot in block.pairs]
+            info[4 : 4 + count] = torch.tensor(ids, dtype=torch.int32)
+            info[4 + size : 4 + size + count] = block.weights.view(torch.int32)
+            infos.append(info)
+            codes = torch.full((width, problem.hidden_padded * problem.activation_bytes), POISON, dtype=torch.uint8)
+            codes[:count] = block.tokens.codes.contiguous().view(torch.uint8)
+            image = codes.view(width // 8, 8, -1, 8, 16).permute(2, 3, 0, 1, 4).flatten()
+            whole = torch.full((size * codes.shape[1],), POISON, dtype=torch.uint8)
+            whole[: image.numel()] = image
+            images.append(whole)
+            scale = torch.full((problem.scales_per_token, size), float("nan"))
+            scale[:, :count] = block.tokens.scale.T
+            scales.append(scale)
+        return infos, images, scales
+
+    def expected(self, block: Block) -> torch.Tensor:
+        local = self.problem.num_local_experts
+        if block.expert >= local:
+            assert self.shared is not None
+            return expert_block(self.problem, self.shared, block.expert - local, block.tokens, block.weights)
+        return expert_block(self.problem, self.experts, block.expert, block.tokens, block.weights)
+
+
+def make_experts(problem: Problem, num_experts: int, format: str, g: torch.Generator) -> Experts:
+    hidden, intermediate = problem.hidden, problem.intermediate
+    # Rows and blocks of very different size, so that every scale and window matters.
+    w13 = torch.randn(num_experts, 2 * intermediate, hidden, generator=g) / hidden**0.5
+    w2 = torch.randn(num_experts, hidden, intermediate, generator=g) / intermediate**0.5
+    for w in (w13, w2):
+        w *= torch.exp2(torch.randint(-4, 5, (*w.shape[:2], w.shape[2] // 32), generator=g)).repeat_interleave(32, -1)
+    biases = {}
+    if problem.has_bias:
+        biases = {
+            "w13_bias": torch.randn(num_experts, 2 * intermediate, generator=g),
+            "w2_bias": torch.randn(num_experts, hidden, generator=g),
+        }
+    return Experts.from_dense(w13, w2, format=format, activation=problem.gate, **biases)
+
+
+def make_blocks(problem: Problem, counts: Sequence[tuple[int, int]], g: torch.Generator) -> list[Block]:
+    """Blocks of (expert, tokens), with tokens of very different size and pairs all over both ranks."""
+    places = [
+        (owner, token, slot)
+        for owner in range(problem.num_ranks)
+        for token in range(problem.max_tokens_per_rank)
+        for slot in range(problem.num_slots_per_token)
+    ]
+    order = iter(torch.randperm(len(places), generator=g).tolist())
+    blocks: list[Block] = []
+    for expert, count in counts:
+        x = torch.randn(count, problem.hidden, generator=g)
+        x *= torch.exp2(torch.randint(-20, 20, (count, 1), generator=g))
+        x[torch.rand(count, generator=g) < 0.1] = 0
+        weights = torch.rand(count, generator=g)
+        blocks.append(
+            Block(expert, publish(problem, x.bfloat16()), weights, [places[next(order)] for _ in range(count)])
+        )
+    return blocks
+
+
+def check(role2: Role2, calls: Sequence[Sequence[Block]]) -> None:
+    """Every partial result in its place, nothing else touched, all signals given."""
+    problem, slots = role2.problem, role2.schedule.num_slots
+    want = [torch.full_like(role2.partials(rank).view(torch.uint8), POISON) for rank in range(problem.num_ranks)]
+    for block in (block for blocks in calls for block in blocks):
+        for row, (owner, token, slot) in zip(role2.expected(block), block.pairs, strict=True):
+            want[owner][token, slot] = row.contiguous().view(torch.uint8)
+    for rank in range(problem.num_ranks):
+        got = role2.partials(rank)
+        wanted = want[rank].view(got.dtype)
+        differ = (got.view(torch.uint8) != want[rank]).any(-1).nonzero()
+        assert torch.equal(got.view(torch.uint8), want[rank]), (
+            rank,
+            differ[:5],
+            got[tuple(differ[0])],
+            wanted[tuple(differ[0])],
+        )
+        done = role2.regions[rank][role2.layout.offset("done") :][: 8 * 72].view(torch.int64)
+        assert done.tolist() == [role2.schedule.compute_ctas * len(calls)] + [0] * 71
+    total = sum(map(len, calls))
+    uses = [len(range(slot, total, slots)) for slot in range(slots)]
+    assert role2.counters("l1_empty", torch.int32).tolist() == [problem.num_neuron_tasks * use for use in uses]
+    assert role2.counters("l2_empty", torch.int32).tolist() == [problem.num_output_tasks * use for use in uses]
+    mask = 2**problem.num_neuron_tasks - 1
+    assert role2.counters("l2_full", torch.int64).tolist() == [mask * (use % 2) for use in uses]
+    assert read_error(role2.error).code == 0
+
+
+def small_problem(seed: int, **fields: object) -> tuple[Problem, torch.Generator]:
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(values: Sequence[int]) -> int:
+        return values[int(torch.randint(len(values), (1,), generator=g))]
+
+    sizes = {"hidden": pick((128, 160, 256, 320)), "intermediate": pick((64, 96, 128, 192))}
+    return Problem(**{**sizes, "num_experts": 6, "topk": 2, "num_ranks": 2, "max_tokens_per_rank": 256, **fields}), g
+
+
+def random_counts(block_m: int, num_blocks: int, g: torch.Generator) -> list[tuple[int, int]]:
+    experts = torch.randint(0, 3, (num_blocks,), generator=g).sort().values.tolist()
+    counts = torch.randint(1, block_m + 1, (num_blocks,), generator=g).tolist()
+    return list(zip(experts, counts, strict=True))
+
+
+CASES = [
+    ("fp8_block", "fp8", 8, SILU, False),
+    ("fp8_block", "fp8", 64, gpt_oss_swiglu(), True),
+    ("fp8_block", "bf16", 16, gpt_oss_swiglu(), True),
+    ("fp8_block", "bf16", 64, SILU, False),
+    ("fp8_channel", "fp8", 16, SILU, False),
+    ("fp8_channel", "bf16", 32, SILU, True),
+    ("mxfp4", "fp8", 8, gpt_oss_swiglu(), True),
+    ("mxfp4", "fp8", 32, SILU, False),
+    ("mxfp4", "bf16", 16, SILU, False),
+    ("mxfp4", "bf16", 64, gpt_oss_swiglu(), True),
+]
+
+
+@EMULATED
+@pytest.mark.parametrize(("format", "activation", "block_m", "gate", "has_bias"), CASES)
+def test_partial_results_are_the_oracles_bit_for_bit(
+    format: str, activation: ActivationForm, block_m: int, gate: Activation, has_bias: bool
+) -> None:
+    seed = CASES.index((format, activation, block_m, gate, has_bias))
+    problem, g = small_problem(
+        seed, format=format, activation=activation, block_m=block_m, gate=gate, has_bias=has_bias
+    )
+    role2 = Role2(problem, make_experts(problem, 3, format, g), compute_ctas=2 + seed % 3)
+    blocks = make_blocks(problem, random_counts(block_m, 5, g), g)
+    role2.run(blocks, seed=seed, plan_first=bool(seed % 2))
+    check(role2, [blocks])
