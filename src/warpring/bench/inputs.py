@@ -31,13 +31,18 @@ def random_experts(shape: LayerShape, format: str, device: torch.device | str, s
 
     At most `NUM_DRAWN` experts exist densely at any time. Equal seeds give equal experts on equal devices.
     """
+    few = drawn_experts(shape, format, device, seed, min(NUM_DRAWN, shape.num_experts))
+    return repeat_experts(few, torch.arange(shape.num_experts, device=device) % few.num_experts)
+
+
+def drawn_experts(shape: LayerShape, format: str, device: torch.device | str, seed: int, drawn: int) -> Experts:
+    """`drawn` random experts of a layer of `shape`, each with weights of its own."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    drawn = min(NUM_DRAWN, shape.num_experts)
 
     def normal(*size: int, std: float) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device) * std
 
-    few = Experts.from_dense(
+    return Experts.from_dense(
         normal(drawn, 2 * shape.intermediate, shape.hidden, std=shape.hidden**-0.5),
         normal(drawn, shape.hidden, shape.intermediate, std=shape.intermediate**-0.5),
         format=format,
@@ -45,7 +50,10 @@ def random_experts(shape: LayerShape, format: str, device: torch.device | str, s
         w13_bias=normal(drawn, 2 * shape.intermediate, std=0.1) if shape.has_bias else None,
         w2_bias=normal(drawn, shape.hidden, std=0.1) if shape.has_bias else None,
     )
-    which = torch.arange(shape.num_experts, device=device) % drawn
+
+
+def repeat_experts(few: Experts, which: torch.Tensor) -> Experts:
+    """The experts `which` (int [num_experts]) of `few`, each with memory of its own."""
 
     def repeated(stored: torch.Tensor) -> torch.Tensor:
         # Bytes, since not every device can index the 8-bit float types.
@@ -53,7 +61,7 @@ def random_experts(shape: LayerShape, format: str, device: torch.device | str, s
         return as_bytes[which].view(stored.dtype)
 
     def all_experts(stored: QuantizedTensor) -> QuantizedTensor:
-        return replace(stored.map(repeated), shape=(shape.num_experts, *stored.shape[1:]))
+        return replace(stored.map(repeated), shape=(len(which), *stored.shape[1:]))
 
     return replace(
         few,
