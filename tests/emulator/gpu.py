@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from emulator.build import load
+from emulator.build import KERNEL_DIR, load
 from emulator.launch import Launch, guarded, run
 from warpring.runtime.jit import KernelSpec
 
 
 @contextmanager
 def emulated_gpu(
-    *faces: ModuleType, seed: int = 0, num_sms: int = 3, concurrent: bool = False
+    *faces: ModuleType, seed: int = 0, num_sms: int = 3, concurrent: bool = False, directory: Path = KERNEL_DIR
 ) -> Generator[list[Launch]]:
     """Launches that the modules `faces` make inside are collected, and run as one stream at the end.
 
@@ -26,6 +27,7 @@ def emulated_gpu(
         seed: see `run`.
         num_sms: what the GPU says it has.
         concurrent: see `run`.
+        directory: where the sources are.
 
     Yields:
         the launches collected so far; memory that they read must live until the end.
@@ -45,7 +47,7 @@ def emulated_gpu(
         smem_bytes: int = 0,
     ) -> None:
         del stream_
-        stream.append(Launch(load(spec), grid, block, args, smem_bytes))
+        stream.append(Launch(load(spec, directory), grid, block, args, smem_bytes))
 
     buffers: list[torch.Tensor] = []
 

@@ -32,8 +32,9 @@ static_assert(kStageBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Which experts the batch wants, and which (token, slot) pairs want each: a counting sort by expert in shared memory, done
-// by every CTA for itself. The order of an expert's pairs is not fixed, and no bit depends on it: each pair is a column of
-// its own. An expert that more than kMaxColumns pairs want stands in the list once for every kMaxColumns of them.
+// by every CTA for itself. No bit depends on the order of an expert's pairs: each pair is a column of its own. An expert that
+// more than kMaxColumns pairs want stands in the list once for every kMaxColumns of them; then the order is that of the
+// pairs, since CTAs share the entries and must agree on what is in each. Otherwise it is not fixed.
 constexpr int kMaxEntries = (kExperts < kMaxPairs ? kExperts : kMaxPairs) + kMaxPairs / kMaxColumns;
 struct Routing {
     uint16_t expert[kMaxEntries];        // wanted experts, ascending
@@ -60,11 +61,13 @@ __device__ __forceinline__ void find_pairs(Routing& smem, const Index* gmem_topk
     __syncthreads();
     // One scan for both: entries in the high half, pairs in the low half of a word.
     int32_t own = 0;
+    bool crowds = false;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
         const int e = threadIdx.x * kPerThread + i;
         const int32_t n = e < kExperts ? smem.count[e] : 0;
         own += n + ceil_div(n, kMaxColumns) * 0x10000;
+        crowds = crowds || n > kMaxColumns;
     }
     int32_t upto = own;
 #pragma unroll
@@ -97,10 +100,18 @@ __device__ __forceinline__ void find_pairs(Routing& smem, const Index* gmem_topk
         smem.num_distinct = total >> 16;
         smem.first[total >> 16] = uint16_t(total & 0xffff);
     }
-    __syncthreads();
+    const bool crowded = __syncthreads_or(crowds);
     for (int p = threadIdx.x; p < num_pairs; p += kThreads) {
         const uint16_t id = smem.ids[p];
-        if (id != kUnused) smem.pairs[atomicAdd(&smem.count[id], 1)] = uint16_t(p);
+        if (id == kUnused) continue;
+        int place;
+        if (crowded) {
+            place = smem.count[id];
+            for (int earlier = 0; earlier < p; ++earlier) place += smem.ids[earlier] == id;
+        } else {
+            place = atomicAdd(&smem.count[id], 1);
+        }
+        smem.pairs[place] = uint16_t(p);
     }
     __syncthreads();
 }
