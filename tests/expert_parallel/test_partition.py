@@ -176,7 +176,7 @@ def test_granted_sms_become_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_grant_that_breaks_a_rule_is_given_back_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = fake_driver(monkeypatch, granted=(16, 108))
     with pytest.raises(UnsupportedError, match=r"must be the device's 132; got 16 \+ 108"):
-        open_partition(0, require_green=True)
+        open_partition(0, mode="green")
     assert len(streams) == 2
     assert all(stream.closed for stream in streams)
 
@@ -193,10 +193,34 @@ def test_without_green_contexts_two_plain_streams_with_a_warning(monkeypatch: py
 def test_without_green_contexts_an_error_where_they_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_driver(monkeypatch, granted=None)
     with pytest.raises(UnsupportedError, match="no Green Contexts"):
-        open_partition(0, require_green=True)
+        open_partition(0, mode="green")
 
 
 def test_a_wrong_wish_is_an_error_and_no_reason_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_driver(monkeypatch, granted=(16, 116))
     with pytest.raises(ArgumentError, match="comm_sms"):
         open_partition(0, 131)
+
+
+def test_plain_streams_can_be_chosen_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    streams = fake_driver(monkeypatch, granted=(16, 116))
+    opened = open_partition(0, 24, "streams")
+    assert (opened.mode, opened.split, opened.contexts) == ("streams", Split(24, 108), None)
+    assert opened.streams is not None
+    assert not streams
+    assert not recwarn
+
+
+def test_a_sequence_has_all_sms_for_every_role_and_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = fake_driver(monkeypatch, granted=(16, 116))
+    opened = open_partition(0, mode="sequence")
+    assert (opened.mode, opened.split, opened.streams) == ("sequence", Split(132, 132), None)
+    assert not streams
+    opened.close()
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="mode must be one of auto, green, streams, sequence; got 'both'"):
+        open_partition(0, mode="both")  # pyright: ignore[reportArgumentType]

@@ -24,6 +24,7 @@ from warpring.expert_parallel.workspace import (
     plan_layout,
     plan_schedule,
     read_error,
+    slots_for_sequence,
 )
 from warpring.runtime.jit import KERNEL_DIR
 from warpring.runtime.symmetric import SymmetricBuffer
@@ -129,6 +130,13 @@ def test_slots_suffice_for_the_order_of_tasks_and_fewer_are_refused(problem: Pro
     assert plan_schedule(problem, 16, 116, schedule.lag + 2).num_slots == schedule.lag + 2
     with pytest.raises(ArgumentError, match=rf"num_slots must be at least lag \+ 2 = {schedule.lag + 2}"):
         plan_schedule(problem, 16, 116, schedule.lag + 1)
+
+
+def test_a_sequence_needs_a_slot_for_every_block() -> None:
+    assert slots_for_sequence(FLASH) == FLASH.max_blocks
+    assert slots_for_sequence(FLASH, FLASH.max_blocks) == FLASH.max_blocks
+    with pytest.raises(ArgumentError, match=f"num_slots must be at least max_blocks = {FLASH.max_blocks}"):
+        slots_for_sequence(FLASH, FLASH.max_blocks - 1)
 
 
 def test_params_reach_every_peer_even_below_the_base() -> None:

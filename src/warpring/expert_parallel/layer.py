@@ -13,7 +13,7 @@ import torch
 
 from warpring.errors import ArgumentError, PoisonedError, WorkspaceBusyError
 from warpring.expert_parallel.call import Call, check_out, make_call
-from warpring.expert_parallel.partition import Split
+from warpring.expert_parallel.partition import PartitionMode, Split
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.reference import GlooEngine
 from warpring.expert_parallel.rendezvous import Ranks
@@ -90,7 +90,7 @@ class ExpertParallelDecode:
         comm_sms: int | None = None,
         num_slots: int | None = None,
         timeout: float = DEFAULT_TIMEOUT,
-        require_green: bool = False,
+        partition: PartitionMode = "auto",
         index_dtype: torch.dtype = torch.int64,
         child_graph: bool = False,
     ) -> None:
@@ -104,7 +104,7 @@ class ExpertParallelDecode:
             comm_sms: SMs for communication (see `plan_split`); None chooses.
             num_slots: ring slots (see `plan_schedule`); None chooses.
             timeout: seconds that a rank waits for another, here and in every call.
-            require_green: raise where the device cannot be partitioned, instead of falling back to two plain streams.
+            partition: how a GPU is shared between communication and compute, see `open_partition`.
             index_dtype: dtype of topk_idx in calls on a GPU, int32 or int64.
             child_graph: in a capture, add the call as one explicit child graph, instead of capturing its launches.
 
@@ -128,7 +128,7 @@ class ExpertParallelDecode:
         else:
             from warpring.expert_parallel.engine import KernelEngine, Options
 
-            options = Options(comm_sms, num_slots, require_green, index_dtype, child_graph)
+            options = Options(comm_sms, num_slots, partition, index_dtype, child_graph)
             engine = KernelEngine(problem, group, experts, shared, timeout, options)
         self._engine: Engine | None = engine
         self.rank = engine.ranks.rank

@@ -9,12 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.formats import ceil_div
 from warpring.runtime.green import GreenStream, SmLimits, sm_limits, split_device
+
+PartitionMode = Literal["auto", "green", "streams", "sequence"]
+MODES: tuple[str, ...] = get_args(PartitionMode)
 
 MIN_COMPUTE_SMS = 32
 MIN_COMM_SMS = 2
@@ -109,23 +113,24 @@ def plan_capped(num_sms: int, comm_sms: int | None = None) -> Split:
 
 @dataclass
 class Partition:
-    """The two streams of a layer.
+    """Where the roles of a layer run.
 
     Attributes:
-        split: SMs of each (granted), or CTAs where the streams are plain ones.
-        comm, compute: the streams.
-        fallback_reason: why the streams are plain ones, or None where they own their SMs.
+        mode: "green", "streams" or "sequence", as it came out.
+        split: SMs of each (granted), or CTAs of each where they own none.
+        streams: for communication and for compute; None where all roles follow each other on the caller's stream.
+        fallback_reason: why "auto" gave plain streams, or None.
     """
 
+    mode: PartitionMode
     split: Split
-    comm: torch.cuda.Stream
-    compute: torch.cuda.Stream
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
     fallback_reason: str | None = None
     _green: tuple[GreenStream, ...] = field(default=(), repr=False)
 
     @property
     def contexts(self) -> tuple[int, int] | None:
-        """Handles of the two contexts (communication, compute); None with plain streams."""
+        """Handles of the two contexts (communication, compute); None without Green Contexts."""
         return (self._green[0].context, self._green[1].context) if self._green else None
 
     def close(self) -> None:
@@ -135,44 +140,57 @@ class Partition:
         self._green = ()
 
 
-def open_partition(device_index: int, comm_sms: int | None = None, *, require_green: bool = False) -> Partition:
-    """Split the device, or fall back to two plain streams with capped grids.
+def open_partition(device_index: int, comm_sms: int | None = None, mode: PartitionMode = "auto") -> Partition:
+    """Split the device, or set up what stands in for a split.
 
     Args:
         device_index: of the CUDA device.
         comm_sms: see `plan_split`.
-        require_green: raise instead of falling back.
+        mode: "green": two Green Contexts; "auto": these, or where there are none plain streams with a warning;
+            "streams": two plain streams with capped grids, which share the SMs; "sequence": role after role, each on
+            all SMs, as a library without partitions does it.
 
     Raises:
-        ArgumentError: see `plan_split`.
-        UnsupportedError: no split is possible and `require_green` is set, or the device is too small for either.
+        ArgumentError: an unknown mode; comm_sms, see `plan_split`.
+        UnsupportedError: no split is possible and the mode is "green", or the device is too small for either.
 
     Warns:
         RuntimeWarning: on falling back, with the reason.
     """
-    try:
-        limits = sm_limits(device_index)
-        wanted = plan_split(limits, comm_sms)
-        comm, compute = split_device(device_index, wanted.comm_sms)
-        split = Split(comm.num_sms, compute.num_sms)
-        try:
-            check_split(split, limits.num_sms)
-        except UnsupportedError:
-            comm.close()
-            compute.close()
-            raise
-        return Partition(split, comm.stream, compute.stream, _green=(comm, compute))
-    except UnsupportedError as error:
-        if require_green:
-            raise
-        reason = str(error)
+    if mode not in MODES:
+        raise ArgumentError(f"partition: mode must be one of {', '.join(MODES)}; got {mode!r}. Leave it at 'auto'.")
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    if mode == "sequence":
+        return Partition(mode, Split(num_sms, num_sms))
+    reason: str | None = None
+    if mode != "streams":
+        try:
+            return _open_green(device_index, comm_sms)
+        except UnsupportedError as error:
+            if mode == "green":
+                raise
+            reason = str(error)
     split = plan_capped(num_sms, comm_sms)
-    warnings.warn(
-        f"warpring: {reason} Falling back to two plain streams with grids of {split.comm_sms} and {split.compute_sms} "
-        "CTAs: results are the same, but dispatch and experts share SMs. require_green=True makes this an error.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    streams = (torch.cuda.Stream(device_index), torch.cuda.Stream(device_index))
-    return Partition(split, *streams, fallback_reason=reason)
+    if reason is not None:
+        warnings.warn(
+            f"warpring: {reason} Falling back to two plain streams with grids of {split.comm_sms} and "
+            f"{split.compute_sms} CTAs: results are the same, but dispatch and experts share SMs. partition='green' "
+            "makes this an error, 'streams' a choice.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return Partition("streams", split, (torch.cuda.Stream(device_index), torch.cuda.Stream(device_index)), reason)
+
+
+def _open_green(device_index: int, comm_sms: int | None) -> Partition:
+    limits = sm_limits(device_index)
+    wanted = plan_split(limits, comm_sms)
+    comm, compute = split_device(device_index, wanted.comm_sms)
+    split = Split(comm.num_sms, compute.num_sms)
+    try:
+        check_split(split, limits.num_sms)
+    except UnsupportedError:
+        comm.close()
+        compute.close()
+        raise
+    return Partition("green", split, (comm.stream, compute.stream), _green=(comm, compute))

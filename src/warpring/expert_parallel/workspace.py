@@ -139,6 +139,20 @@ def plan_schedule(problem: Problem, comm_ctas: int, compute_ctas: int, num_slots
     return Schedule(comm_ctas, compute_ctas, lag, num_slots)
 
 
+def slots_for_sequence(problem: Problem, num_slots: int | None = None) -> int:
+    """Ring slots where role1 ends before role2 begins, and so waits for no slot to become free.
+
+    Raises:
+        ArgumentError: fewer than a call's blocks.
+    """
+    if num_slots is not None and num_slots < problem.max_blocks:
+        raise ArgumentError(
+            f"slots_for_sequence: num_slots must be at least max_blocks = {problem.max_blocks} where the roles follow "
+            f"each other; got {num_slots}. Leave it out."
+        )
+    return num_slots or problem.max_blocks
+
+
 @dataclass(frozen=True)
 class Region:
     """A named part of a buffer, `offset` bytes from its start and a multiple of 256."""

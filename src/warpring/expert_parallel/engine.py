@@ -1,0 +1,198 @@
+"""The layer on a GPU: partitions, workspace and kernels of one rank, and the fork and join of a call.
+
+    caller's stream   ──┬──────────────────────────────┬── role3 ──
+    communication       ├── (role4) ── role1 ──────────┤
+    compute             └── role2 ─────────────────────┘
+
+The fork and the join are events, so inside a capture they become edges: role1 and role2 are nodes without an edge
+between them, each in its own Green Context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from warpring.errors import UnsupportedError
+from warpring.expert_parallel.call import Call
+from warpring.expert_parallel.packing import pack_ep
+from warpring.expert_parallel.partition import PartitionMode, Split, open_partition
+from warpring.expert_parallel.problem import Problem
+from warpring.expert_parallel.rendezvous import Ranks
+from warpring.expert_parallel.roles import Roles, failure
+from warpring.expert_parallel.workspace import (
+    make_params,
+    pinned_error,
+    plan_layout,
+    plan_schedule,
+    read_error,
+    slots_for_sequence,
+)
+from warpring.experts import Experts
+from warpring.runtime.device import arch_of, index_of
+from warpring.runtime.graph import Node, add_child_graph, capture_id, primary_context
+from warpring.runtime.symmetric import allocate
+
+#: Architectures that role2 has instructions for.
+KERNEL_ARCHS = ("sm_90a",)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose on a GPU; see `ExpertParallelDecode`."""
+
+    comm_sms: int | None = None
+    num_slots: int | None = None
+    partition: PartitionMode = "auto"
+    index_dtype: torch.dtype = torch.int64
+    child_graph: bool = False
+
+
+class KernelEngine:
+    """role1 to role4 of one rank on its GPU. See `Engine` in layer.py for the methods."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        group: Any | None,
+        experts: Experts,
+        shared: Experts | None,
+        timeout: float,
+        options: Options,
+    ) -> None:
+        device = experts.device
+        index = index_of(device)
+        if (arch := arch_of(index)) not in KERNEL_ARCHS:
+            raise UnsupportedError(
+                f"ExpertParallelDecode: the kernels run on {', '.join(KERNEL_ARCHS)}; got {arch} "
+                f"({torch.cuda.get_device_name(index)}). Put the experts on the CPU for the reference."
+            )
+        self._device = device
+        self._timeout = timeout
+        self._options = options
+        self.ranks = Ranks(group, timeout)
+        try:
+            with torch.cuda.device(index):
+                self._partition = open_partition(index, options.comm_sms, options.partition)
+                try:
+                    self._build(problem, group, experts, shared, index)
+                    self._warm_up(problem)
+                except BaseException:
+                    self._partition.close()
+                    raise
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def _build(self, problem: Problem, group: Any | None, experts: Experts, shared: Experts | None, index: int) -> None:
+        split = self._partition.split
+        num_slots = self._options.num_slots
+        if self._partition.streams is None:
+            num_slots = slots_for_sequence(problem, num_slots)
+        schedule = plan_schedule(problem, split.comm_sms, split.compute_sms, num_slots)
+        self.ranks.check_agreement({**problem.description(), **asdict(schedule), "device": "cuda"})
+        layout = plan_layout(problem, schedule)
+        self.memory = layout.report()
+        self._packed = pack_ep(experts, shared, activation=problem.activation)
+        self._symmetric = allocate(layout.symmetric_bytes, self._device, group)
+        self._local = torch.zeros(layout.local_bytes, dtype=torch.uint8, device=self._device)
+        self._error = pinned_error()
+        params = make_params(
+            problem,
+            schedule,
+            layout,
+            rank=self.ranks.rank,
+            addresses=self._symmetric.addresses,
+            local_address=self._local.data_ptr(),
+            error_address=self._error.data_ptr(),
+            timeout_ns=int(self._timeout * 1e9),
+        )
+        combine_ctas = torch.cuda.get_device_properties(index).multi_processor_count
+        arguments = self._packed.arguments()
+        self._roles = Roles(problem, params, arguments, self._options.index_dtype, index, combine_ctas)
+        self._fork, self._join_comm, self._join_compute, self._end = (torch.cuda.Event() for _ in range(4))
+        #: In which capture `_end` was recorded: None outside of one, -1 before the first call.
+        self._end_capture: int | None = -1
+
+    def _warm_up(self, problem: Problem) -> None:
+        """One call without tokens: kernels are loaded in their contexts, and peers seen, before a capture needs it."""
+        torch.cuda.synchronize(self._device)
+        self.ranks.barrier()
+        empty = torch.empty(0, problem.hidden, dtype=torch.bfloat16, device=self._device)
+        ids = torch.empty(0, problem.topk, dtype=self._options.index_dtype, device=self._device)
+        call = Call(empty, ids, torch.empty(0, problem.topk, device=self._device), None, 0, None)
+        self.send(call)
+        self.receive(call, empty)
+        torch.cuda.synchronize(self._device)
+        self.check()
+
+    @property
+    def sm_counts(self) -> Split | None:
+        """Granted SMs, or the CTAs of role1 and role2 where they own none."""
+        return self._partition.split
+
+    def send(self, call: Call) -> None:
+        """Fork: role4 and role1 on the communication stream, role2 on the compute stream."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._follow_last_call(current)
+            if self._captures_child(current):
+                return
+            comm, compute = self._partition.streams or (current, current)
+            self._fork.record(current)
+            comm.wait_event(self._fork)
+            compute.wait_event(self._fork)
+            if (shared := self._roles.shared(call)) is not None:
+                shared.on(comm)
+            self._roles.dispatch(call).on(comm)
+            self._roles.experts().on(compute)
+            self._join_comm.record(comm)
+            self._join_compute.record(compute)
+
+    def receive(self, call: Call, out: torch.Tensor) -> None:
+        """Join: role3 on the caller's stream, behind both partitions."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            if self._captures_child(current):
+                add_child_graph(self._nodes(call, out), current)
+            else:
+                current.wait_event(self._join_comm)
+                current.wait_event(self._join_compute)
+                self._roles.combine(call, out).on(current)
+            self._end.record(current)
+            self._end_capture = capture_id(current)
+
+    def _follow_last_call(self, current: torch.cuda.Stream) -> None:
+        """Make a call wait for the one before on whatever stream that was, where events can say so: both outside of a
+        capture, or in the same one. Across captures the kernels themselves refuse an overlap (Code.OVERLAP)."""
+        if self._end_capture == capture_id(current):
+            current.wait_event(self._end)
+
+    def _captures_child(self, current: torch.cuda.Stream) -> bool:
+        """Whether this call becomes an explicit child graph of the graph that is being captured."""
+        return self._options.child_graph and self._partition.contexts is not None and capture_id(current) is not None
+
+    def _nodes(self, call: Call, out: torch.Tensor) -> list[Node]:
+        """The call as an explicit graph: role1 and role2 without an edge between them, role3 behind both."""
+        comm, compute = self._partition.contexts or (0, 0)
+        nodes: list[Node] = []
+        if (shared := self._roles.shared(call)) is not None:
+            nodes.append(Node(shared, comm))
+        dispatch = len(nodes)
+        nodes.append(Node(self._roles.dispatch(call), comm, tuple(range(dispatch))))
+        nodes.append(Node(self._roles.experts(), compute))
+        nodes.append(Node(self._roles.combine(call, out), primary_context(self._device), (dispatch, dispatch + 1)))
+        return nodes
+
+    def check(self) -> None:
+        """Raise what the kernels reported; reads pinned host memory, and waits for nothing."""
+        if (error := failure(read_error(self._error), self._timeout)) is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for this rank's kernels (each wait in them is bounded), then release streams and connections."""
+        torch.cuda.synchronize(self._device)
+        self._partition.close()
+        self.ranks.close()

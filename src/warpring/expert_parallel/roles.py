@@ -1,0 +1,172 @@
+"""The roles as kernels: which cubins serve a problem, and the launches of one call."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from warpring.errors import ArgumentError, PeerTimeoutError, PoisonedError, WarpringError, WorkspaceBusyError
+from warpring.expert_parallel.call import Call
+from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS, experts_spec
+from warpring.expert_parallel.flags import COMBINE_THREADS, DISPATCH_THREADS, SHARED_THREADS, Code, Flag
+from warpring.expert_parallel.problem import Problem
+from warpring.expert_parallel.workspace import EpError, EpParams
+from warpring.runtime.by_value import KernelArguments, Launch
+from warpring.runtime.jit import KernelSpec
+from warpring.runtime.launch import load, pointer
+
+_i32, _i64, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
+
+
+@dataclass(frozen=True)
+class RoleSpecs:
+    """The kernels of one layer.
+
+    Attributes:
+        dispatch, experts, combine: role1, role2, role3.
+        shared: role4, where the problem has shared experts.
+    """
+
+    dispatch: KernelSpec
+    experts: KernelSpec
+    combine: KernelSpec
+    shared: KernelSpec | None
+
+    def all(self) -> tuple[KernelSpec, ...]:
+        """Every kernel, to compile ahead."""
+        return tuple(spec for spec in (self.shared, self.dispatch, self.experts, self.combine) if spec is not None)
+
+
+@lru_cache(maxsize=256)
+def role_specs(problem: Problem, index_dtype: torch.dtype) -> RoleSpecs:
+    """The kernels for a problem, with topk_idx of `index_dtype`. Needs no GPU.
+
+    Raises:
+        ArgumentError: another index dtype.
+        UnsupportedError: the kernels have no policy for the weights' format.
+    """
+    if index_dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"role_specs: index_dtype must be int32 or int64; got {index_dtype}. Cast topk_idx.")
+    common = (
+        ("WARPRING_HIDDEN", str(problem.hidden)),
+        ("WARPRING_INTERMEDIATE", str(problem.intermediate)),
+        ("WARPRING_TOPK", str(problem.topk)),
+        ("WARPRING_EXPERTS", str(problem.num_experts)),
+        ("WARPRING_LOCAL_EXPERTS", str(problem.num_local_experts)),
+        ("WARPRING_NUM_SHARED", str(problem.num_shared)),
+        ("WARPRING_BLOCK_M", str(problem.tokens_per_block)),
+        ("WARPRING_ACTIVATION_FP8", "1" if problem.activation == "fp8" else "0"),
+        ("WARPRING_EP_PARAMS_BYTES", str(ctypes.sizeof(EpParams))),
+    )
+    index = (("WARPRING_INDEX", "int64_t" if index_dtype == torch.int64 else "int32_t"),)
+    return RoleSpecs(
+        dispatch=KernelSpec("ep_dispatch.cu", "ep_dispatch", common + index),
+        experts=experts_spec(problem),
+        combine=KernelSpec("ep_combine.cu", "ep_combine", common + index),
+        shared=KernelSpec("ep_shared.cu", "ep_shared", common) if problem.num_shared else None,
+    )
+
+
+class Roles:
+    """The loaded kernels of one layer on one GPU, and what each is handed.
+
+    Attributes:
+        params: what every kernel gets by value.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        params: EpParams,
+        weights: ctypes.Structure,
+        index_dtype: torch.dtype,
+        device_index: int,
+        combine_ctas: int,
+    ) -> None:
+        specs = role_specs(problem, index_dtype)
+        self.params = params
+        self._weights = weights
+        self._specs = specs
+        self._combine_ctas = combine_ctas
+        self._kernels: dict[KernelSpec, Any] = {spec: load(spec, device_index) for spec in specs.all()}
+
+    def shared(self, call: Call) -> Launch | None:
+        """role4: the rank's own tokens for the shared experts; None where there are none."""
+        if self._specs.shared is None:
+            return None
+        weights = call.shared_weights
+        stride = 0 if weights is None else weights.stride(0)
+        rest = (_address(pointer(weights)), _i64(stride))
+        arguments = KernelArguments(self.params, *_rows(call.x), *_count(call), *rest)
+        return self._launch(self._specs.shared, self.params.comm_ctas, SHARED_THREADS, arguments)
+
+    def dispatch(self, call: Call) -> Launch:
+        """role1. Behind role4 it starts as soon as that runs: they are made to share the communication SMs."""
+        rows = (*_rows(call.x), *_rows(call.topk_idx), *_rows(call.topk_weights))
+        arguments = KernelArguments(self.params, *rows, *_count(call))
+        behind = self._specs.shared is not None
+        return self._launch(self._specs.dispatch, self.params.comm_ctas, DISPATCH_THREADS, arguments, behind)
+
+    def experts(self) -> Launch:
+        """role2."""
+        arguments = KernelArguments(self.params, self._weights)
+        return self._launch(self._specs.experts, self.params.compute_ctas, EXPERTS_THREADS, arguments)
+
+    def combine(self, call: Call, out: torch.Tensor) -> Launch:
+        """role3."""
+        arguments = KernelArguments(self.params, *_rows(out), *_rows(call.topk_idx), *_count(call))
+        return self._launch(self._specs.combine, self._combine_ctas, COMBINE_THREADS, arguments)
+
+    def _launch(
+        self, spec: KernelSpec, grid: int, block: int, arguments: KernelArguments, programmatic: bool = False
+    ) -> Launch:
+        return Launch(self._kernels[spec], grid, block, arguments, spec.dynamic_smem_bytes, programmatic)
+
+
+def _rows(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """Address and row stride (in elements) of a matrix with dense rows; no rows may have any address."""
+    return _address(tensor.data_ptr() if tensor.numel() else 0), _i64(tensor.stride(0))
+
+
+def _count(call: Call) -> tuple[Any, Any]:
+    """Where the device finds the number of tokens (or null), and what the host knows."""
+    return _address(pointer(call.num_tokens)), _i32(call.count)
+
+
+def failure(error: EpError, timeout: float) -> WarpringError | None:
+    """What the error record of the kernels says, as an exception; None where it says nothing."""
+    if error.code == Code.OK:
+        return None
+    call = f"rank {error.rank}, call {error.generation}"
+    if error.code == Code.TOO_MANY_TOKENS:
+        seen = ctypes.c_int32(error.seen & 0xFFFFFFFF).value
+        return ArgumentError(
+            f"ExpertParallelDecode: num_tokens must be 0 to {error.expected}; the device held {seen} ({call}). The "
+            "peers were told, and every rank must build the layer anew."
+        )
+    if error.code == Code.PEER_TOO_MANY_TOKENS:
+        return PoisonedError(
+            f"ExpertParallelDecode: rank {error.peer} had a num_tokens beyond its limit, so that no rank could finish "
+            f"({call}). Close the layer on every rank, and build it anew."
+        )
+    if error.code == Code.OVERLAP:
+        return WorkspaceBusyError(
+            f"ExpertParallelDecode: a call began while another one held the same workspace ({call}): two replays, or a "
+            "replay and a call, on streams that do not wait for each other. Order them, or build a second layer."
+        )
+    flag = Flag(error.flag).heading
+    whom = f"rank {error.peer}" if error.peer >= 0 else "its own kernels"
+    return PeerTimeoutError(
+        f"ExpertParallelDecode: rank {error.rank} waited {timeout:g} s for {whom} (flag {flag}, call "
+        f"{error.generation}: expected {error.expected}, seen {error.seen}): dead, late, or not making this call.",
+        rank=error.rank,
+        peer=error.peer,
+        flag=flag,
+        generation=error.generation,
+        expected=error.expected,
+        seen=error.seen,
+    )

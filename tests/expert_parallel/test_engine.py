@@ -1,0 +1,169 @@
+"""The engine of a GPU, without one: fork, join and the order of calls, recorded on fakes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from warpring import UnsupportedError
+from warpring.expert_parallel import engine
+from warpring.expert_parallel.engine import KernelEngine, Options
+from warpring.expert_parallel.partition import Partition, Split
+
+CALL: Any = SimpleNamespace()
+OUT: Any = SimpleNamespace()
+
+
+class Recorder:
+    """Streams, events and launches that write down what was done with them."""
+
+    def __init__(self, *, shared: bool, capture: int | None = None) -> None:
+        self.log: list[str] = []
+        self.capture = capture
+        self.has_shared = shared
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_event=lambda event: self.log.append(f"{name} waits {event.name}"))
+
+    def event(self, name: str) -> Any:
+        return SimpleNamespace(name=name, record=lambda stream: self.log.append(f"{name} on {stream.name}"))
+
+    def launch(self, name: str) -> Any:
+        return SimpleNamespace(name=name, on=lambda stream: self.log.append(f"{name} on {stream.name}"))
+
+    def shared(self, call: object) -> Any:
+        return self.launch("role4") if self.has_shared else None
+
+    def dispatch(self, call: object) -> Any:
+        return self.launch("role1")
+
+    def experts(self) -> Any:
+        return self.launch("role2")
+
+    def combine(self, call: object, out: object) -> Any:
+        return self.launch("role3")
+
+
+def recorded(
+    monkeypatch: pytest.MonkeyPatch, recorder: Recorder, *, child_graph: bool = False, sequence: bool = False
+) -> KernelEngine:
+    """An engine whose device is a recorder."""
+    made = object.__new__(KernelEngine)
+    made._device = torch.device("cuda", 0)
+    made._options = Options(child_graph=child_graph)
+    made._roles = recorder  # pyright: ignore[reportAttributeAccessIssue]
+    green: Any = (SimpleNamespace(context=11), SimpleNamespace(context=22))
+    streams = None if sequence else (recorder.stream("comm"), recorder.stream("compute"))
+    made._partition = Partition("green", Split(16, 116), streams, _green=green)
+    made._fork, made._join_comm = recorder.event("fork"), recorder.event("comm end")
+    made._join_compute, made._end = recorder.event("compute end"), recorder.event("end")
+    made._end_capture = -1
+    current = recorder.stream("caller")
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(engine, "capture_id", lambda stream: recorder.capture)
+    monkeypatch.setattr(engine, "primary_context", lambda device: 33)
+    monkeypatch.setattr(engine, "add_child_graph", lambda nodes, stream: recorder.log.append(("child", nodes, stream)))
+    return made
+
+
+def test_roles_fork_from_the_callers_stream_and_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(shared=True)
+    made = recorded(monkeypatch, recorder)
+    made.send(CALL)
+    assert recorder.log == [
+        "fork on caller",
+        "comm waits fork",
+        "compute waits fork",
+        "role4 on comm",
+        "role1 on comm",
+        "role2 on compute",
+        "comm end on comm",
+        "compute end on compute",
+    ]
+    recorder.log.clear()
+    made.receive(CALL, OUT)
+    assert recorder.log == ["caller waits comm end", "caller waits compute end", "role3 on caller", "end on caller"]
+
+
+def test_without_shared_experts_there_is_no_role4(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(shared=False)
+    recorded(monkeypatch, recorder).send(CALL)
+    assert not any("role4" in line for line in recorder.log)
+
+
+def test_in_a_sequence_all_roles_follow_each_other_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(shared=True)
+    made = recorded(monkeypatch, recorder, sequence=True)
+    made.send(CALL)
+    made.receive(CALL, OUT)
+    launches = [line for line in recorder.log if line.startswith("role")]
+    assert launches == [f"role{role} on caller" for role in (4, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "waits"),
+    [(None, None, True), (7, 7, True), (None, 7, False), (7, None, False), (7, 8, False)],
+    ids=["eager, eager", "one capture", "eager, capture", "capture, eager", "two captures"],
+)
+def test_a_call_follows_the_last_one_where_events_can_say_so(
+    monkeypatch: pytest.MonkeyPatch, first: int | None, second: int | None, waits: bool
+) -> None:
+    recorder = Recorder(shared=False, capture=first)
+    made = recorded(monkeypatch, recorder)
+    made.send(CALL)
+    assert "caller waits end" not in recorder.log
+    made.receive(CALL, OUT)
+    recorder.log.clear()
+    recorder.capture = second
+    made.send(CALL)
+    assert ("caller waits end" in recorder.log) == waits
+    assert not waits or recorder.log[0] == "caller waits end"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_explicit_graph_has_two_roots_that_no_edge_joins(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    recorder: Any = Recorder(shared=shared, capture=5)
+    made = recorded(monkeypatch, recorder, child_graph=True)
+    made.send(CALL)
+    assert recorder.log == []
+    made.receive(CALL, OUT)
+    kind, nodes, stream = recorder.log[0]
+    assert (kind, stream.name, recorder.log[1]) == ("child", "caller", "end on caller")
+    named = {node.launch.name: node for node in nodes}
+    assert len(nodes) == (4 if shared else 3)
+    assert [named[role].context for role in ("role1", "role2", "role3")] == [11, 22, 33]
+    place = {node.launch.name: index for index, node in enumerate(nodes)}
+    assert named["role2"].after == ()
+    assert named["role1"].after == ((place["role4"],) if shared else ())
+    assert sorted(named["role3"].after) == sorted((place["role1"], place["role2"]))
+    assert not shared or (named["role4"].context, named["role4"].after) == (11, ())
+
+
+def test_outside_of_a_capture_the_streams_serve_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(shared=False)
+    made = recorded(monkeypatch, recorder, child_graph=True)
+    made.send(CALL)
+    made.receive(CALL, OUT)
+    assert "role1 on comm" in recorder.log
+    assert "role3 on caller" in recorder.log
+
+
+def test_a_gpu_without_the_instructions_is_refused_before_anyone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "arch_of", lambda index: "sm_100a")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "B200")
+    experts: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    nothing: Any = None
+    with pytest.raises(UnsupportedError, match=r"the kernels run on sm_90a; got sm_100a \(B200\)"):
+        KernelEngine(nothing, nothing, experts, None, 1.0, Options())
