@@ -144,10 +144,10 @@ __device__ __forceinline__ void finish(Smem& smem, const Args& args, int first, 
 
 // ---- consumers ---------------------------------------------------------------------------------------------------------
 
-// Copies this warp's columns of x for one expert into its part of smem.x.
+// Copies this warp's columns of x for one expert into its part of smem.x. The last expert's are no longer read: the arrival
+// after its last chunk was that of every lane.
 __device__ __forceinline__ void stage_columns(uint8_t* smem_x, const Args& args, const Wanted& wanted, int warp, int lane) {
     constexpr int kPieces = kChunks * kRun * 4;  // of 16 bytes, a column
-    __syncwarp();                                // every lane has read what the last expert left
 #pragma unroll 4
     for (int i = lane; i < wanted.count * kPieces; i += kLanes) {
         const int column = i / kPieces, piece = i % kPieces, own = piece / 4;
