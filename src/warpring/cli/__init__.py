@@ -32,7 +32,7 @@ check and measure
   warpring tune --model qwen3-30b-a3b --format mxfp8      which path serves which batch here
 
 several GPUs
-  torchrun --nproc-per-node 2 -m warpring ep-verify
+  warpring ep-verify                           one rank alone; on two: torchrun --nproc-per-node 2 -m warpring ep-verify
 
 ahead of time
   warpring precompile --model qwen3-30b-a3b --format mxfp8 --arch sm_90a

@@ -53,6 +53,7 @@ def facts() -> Iterator[tuple[str, str]]:
     import torch
 
     from warpring.bench.records import commit, driver_version
+    from warpring.expert_parallel.facts import facts as expert_parallel_facts
 
     yield (
         "warpring",
@@ -63,6 +64,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "torch", f"{torch.__version__} ({build}){_too_old(torch.__version__, LEAST_TORCH)}"
     yield "NVIDIA driver", "none found" if driver_version() == "unknown" else driver_version()
     yield from _gpu_facts()
+    yield from expert_parallel_facts()
     yield "NVRTC", _nvrtc()
     for package in ("cuda-core", "cuda-bindings"):
         yield package, _version(package) or "missing; install with: pip install 'warpring[cuda]'"
