@@ -31,14 +31,12 @@ check and measure
   warpring bench --model qwen3-30b-a3b --format mxfp8 --batches 1,2,4,8
   warpring tune --model qwen3-30b-a3b --format mxfp8      which path serves which batch here
 
-several GPUs
-  warpring ep-verify                           one rank alone; on two: torchrun --nproc-per-node 2 -m warpring ep-verify
-
 ahead of time
   warpring precompile --model qwen3-30b-a3b --format mxfp8 --arch sm_90a
 
 several GPUs
   warpring ep-plan --model deepseek-v4-flash --ranks 8        predicted time and partition
+  warpring ep-verify         one rank; two: torchrun --nproc-per-node 2 -m warpring ep-verify
 
 warpring COMMAND --help explains one command.
 """
