@@ -68,8 +68,9 @@ def main() -> int:
         for model in args.models
         for format in args.formats
     }
-    for (model, format), running in trials.items():
-        peers = finish_trials(running, model, format, args.device, verdicts)
+    # Every trial ends before anything is timed.
+    able = {key: finish_trials(running, *key, args.device, verdicts) for key, running in trials.items()}
+    for (model, format), peers in able.items():
         for batch in measure(args, model, format, peers, start):
             for name in verdicts:
                 verdicts[name].append(f"{model} {format} B={batch}: left out, the time budget is spent")

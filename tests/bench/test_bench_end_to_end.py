@@ -94,13 +94,18 @@ def test_forms_without_parts_leave_those_parts_out(script: dict[str, Any], args:
 
 
 @torch.inference_mode()
-def test_gross_error_of_a_path_is_refused(script: dict[str, Any]) -> None:
-    logits = {"reference": torch.randn(2, 128), "batched_mm": torch.randn(2, 128)}
-    with pytest.raises(WarpringError, match="batched_mm gives other logits than reference"):
-        script["compare"]({}, logits, "reference")
-    logits["batched_mm"] = torch.full((2, 128), torch.nan)
-    with pytest.raises(WarpringError, match="batched_mm"):
-        script["compare"]({}, logits, "reference")
+@pytest.mark.parametrize("factor", [-1.0, float("nan")])
+def test_experts_that_compute_another_layer_are_refused(
+    script: dict[str, Any], args: argparse.Namespace, factor: float
+) -> None:
+    model, forms = build(script, args)
+    inputs = script["make_inputs"](model, 2, 16, 0, CPU)
+    steps = {name: lambda form=form: run(script, form, inputs) for name, form in forms.items()}
+    assert 0.999 < script["compare"](forms, steps) <= 1
+    experts = forms["batched_mm"].model.layers[0].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj * factor, requires_grad=False)
+    with pytest.raises(WarpringError, match="experts batched_mm compute another layer than reference"):
+        script["compare"](forms, steps)
 
 
 def main_with(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
