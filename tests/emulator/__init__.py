@@ -1,7 +1,7 @@
 """The project's CUDA kernels on a CPU: the real sources, compiled with g++, every CUDA thread a fiber.
 
 `load(spec)` compiles what `warpring.runtime.jit` would give to NVRTC; `run(...)` runs launches of it on CPU tensors.
-`emulated_gpu(...)` puts both in place of the GPU under a kernel's Python face. See README.md beside this file.
+`emulated_gpu(...)` puts both in place of the GPU under a kernel's Python face.
 """
 
 from __future__ import annotations

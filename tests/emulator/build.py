@@ -1,4 +1,4 @@
-"""Compiles the emulator and kernels for it, once each: results are kept on disk under a hash of all that decides them."""
+"""Compiles the emulator and kernels for it, once each: libraries stay on disk under a hash of all that decides them."""
 
 from __future__ import annotations
 
@@ -56,11 +56,14 @@ def unusable_reason() -> str | None:
     """Why kernels cannot be emulated here, or None."""
     if shutil.which("g++") is None:
         return "the emulator compiles kernels with g++, which is not installed"
+    version = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
+    if not version or int(version.split(".")[0]) < 12:  # clang, which may go by that name, gives none
+        return f"the emulator needs GNU g++ 12 or newer; g++ says {version or 'no version'}"
     return None
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: $WARPRING_EMULATOR_CACHE, else a folder of this user's in the temporary folder."""
+    """Where libraries are kept: $WARPRING_EMULATOR_CACHE, else a folder of this user's in the temporary folder."""
     if override := os.environ.get("WARPRING_EMULATOR_CACHE"):
         return Path(override)
     return Path(tempfile.gettempdir()) / f"warpring-emulator-{os.getuid()}"
@@ -143,7 +146,7 @@ def _needed(directory: Path, source: str) -> list[Path]:
 
 
 def _unit(source: Path, entry: str) -> str:
-    """What the compiler gets: the kernel's source in a namespace, and ways into its kernels: those that no macro hides."""
+    """What the compiler gets: the source in a namespace, and ways into its kernels: those that no macro hides."""
     depth, visible = 0, ""
     for line in source.read_text().splitlines(keepends=True):
         depth += bool(re.match(r"\s*#\s*if", line)) - bool(re.match(r"\s*#\s*endif", line))
@@ -169,7 +172,7 @@ def _open(library: Path) -> tuple[ctypes.CDLL, int]:
 
 @lru_cache(maxsize=256)
 def load(spec: KernelSpec, directory: Path = KERNEL_DIR) -> Kernel:
-    """The kernel of `spec`, from the source in `directory` and with its macros; all kernels of a source compile together."""
+    """The kernel of `spec`, compiled from its source in `directory`, together with others of the file."""
     runtime()
     sources = _needed(directory, spec.source)
     with tempfile.TemporaryDirectory() as folder:

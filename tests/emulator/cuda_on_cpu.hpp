@@ -29,13 +29,9 @@
 
 namespace cuda_on_cpu {
 
-#define VECTOR_TYPES(T, name, align2, align4) \
-    struct alignas(align2) name##2 {          \
-        T x, y;                               \
-    };                                        \
-    struct alignas(align4) name##4 {          \
-        T x, y, z, w;                         \
-    };                                        \
+#define VECTOR_TYPES(T, name, align2, align4)                  \
+    struct alignas(align2) name##2 { T x, y; };                \
+    struct alignas(align4) name##4 { T x, y, z, w; };          \
     inline name##2 make_##name##2(T x, T y) { return {x, y}; } \
     inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 VECTOR_TYPES(int, int, 8, 16)
@@ -56,14 +52,18 @@ struct float3 {
 template <class A, class B>
 constexpr auto min(A a, B b) {
     using T = std::common_type_t<A, B>;
-    if constexpr (std::is_floating_point_v<T>) return std::fmin(T(a), T(b));
-    else return T(a) < T(b) ? T(a) : T(b);
+    if constexpr (std::is_floating_point_v<T>)
+        return std::fmin(T(a), T(b));
+    else
+        return T(a) < T(b) ? T(a) : T(b);
 }
 template <class A, class B>
 constexpr auto max(A a, B b) {
     using T = std::common_type_t<A, B>;
-    if constexpr (std::is_floating_point_v<T>) return std::fmax(T(a), T(b));
-    else return T(a) < T(b) ? T(b) : T(a);
+    if constexpr (std::is_floating_point_v<T>)
+        return std::fmax(T(a), T(b));
+    else
+        return T(a) < T(b) ? T(b) : T(a);
 }
 
 inline uint32_t __float_as_uint(float v) { return bits_as<uint32_t>(v); }
@@ -206,15 +206,15 @@ inline T reduce(uint32_t mask, T value, Combine combine, const char* operation, 
     }
     return result;
 }
-#define WARP_REDUCTION(name, expression)                                                                   \
-    template <class T>                                                                                     \
-    inline T __reduce_##name##_sync(uint32_t mask, T value, Site site = here()) {                          \
+#define WARP_REDUCTION(name, expression)                                                                     \
+    template <class T>                                                                                       \
+    inline T __reduce_##name##_sync(uint32_t mask, T value, Site site = here()) {                            \
         return reduce(mask, value, [](T a, T b) { return T(expression); }, "__reduce_" #name "_sync", site); \
     }
 WARP_REDUCTION(add, uint32_t(a) + uint32_t(b))
 WARP_REDUCTION(min, a < b ? a : b)
 WARP_REDUCTION(max, a < b ? b : a)
-WARP_REDUCTION(and, a & b)
+WARP_REDUCTION(and, a& b)
 WARP_REDUCTION(or, a | b)
 WARP_REDUCTION(xor, a ^ b)
 #undef WARP_REDUCTION
@@ -232,25 +232,26 @@ inline int __syncthreads_and(int predicate, Site site = here()) {
     return barrier(0, 0, true, predicate == 0, "__syncthreads_and", site) == 0;
 }
 
-// ---- atomics and fences: threads are fibers of one thread of the system, so every access is atomic and ordered -------
+// ---- atomics and fences: threads are fibers of one thread of the system, so every access is atomic and ordered
+// -------
 
 template <class T>
 struct Same {
     using type = T;
 };
-#define ATOMIC(name, expression)                                          \
-    template <class T>                                                    \
-    inline T atomic##name(T* address, typename Same<T>::type value) {     \
-        const T old = *address;                                           \
-        *address = T(expression);                                         \
-        return old;                                                       \
+#define ATOMIC(name, expression)                                      \
+    template <class T>                                                \
+    inline T atomic##name(T* address, typename Same<T>::type value) { \
+        const T old = *address;                                       \
+        *address = T(expression);                                     \
+        return old;                                                   \
     }
 ATOMIC(Add, old + value)
 ATOMIC(Sub, old - value)
 ATOMIC(Min, old < value ? old : value)
 ATOMIC(Max, old < value ? value : old)
 ATOMIC(Exch, value)
-ATOMIC(And, old & value)
+ATOMIC(And, old& value)
 ATOMIC(Or, old | value)
 ATOMIC(Xor, old ^ value)
 #undef ATOMIC

@@ -1,7 +1,9 @@
 // faults.cpp   A thread that touches memory that is not its own ends the launch with a report, not the process.
-#include <csignal>
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sys/time.h>
+
+#include <csignal>
 
 #include "state.hpp"
 
@@ -11,9 +13,13 @@ void enter(Machine& run);
 
 namespace {
 
-constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-struct sigaction before[4];
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGVTALRM};
+constexpr int kNumSignals = 5;
+constexpr int kMostIdleTicks = 4;  // half seconds of processor time
+struct sigaction before[kNumSignals];
 pthread_t launcher;
+uint64_t last_turn;
+int idle_ticks;
 
 std::string where(const void* context) {
 #if defined(__x86_64__)
@@ -46,12 +52,21 @@ std::string describe(int signal, const void* address) {
     return text;
 }
 
+// Every half second of processor time: a thread that runs on and on reaches no place where others could run.
+void on_tick(const void* context) {
+    idle_ticks = machine->turns == last_turn ? idle_ticks + 1 : 0;
+    last_turn = machine->turns;
+    if (idle_ticks >= kMostIdleTicks && current != nullptr)
+        abandon(name_of(*running()) + ": runs without end" + where(context));
+}
+
 void on_fault(int signal, siginfo_t* info, void* context) {
     if (machine == nullptr || !pthread_equal(pthread_self(), launcher)) {
         // Not ours: what was there before deals with the fault, which comes again.
-        for (int i = 0; i < 4; ++i) sigaction(kSignals[i], &before[i], nullptr);
+        for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &before[i], nullptr);
         return;
     }
+    if (signal == SIGVTALRM) return on_tick(context);
     const std::string who = current ? name_of(*running()) : "the copy engine";
     abandon(who + ": " + describe(signal, info->si_addr) + where(context));
 }
@@ -65,14 +80,21 @@ std::string run_guarded(Machine& run) {
     ours.ss_sp = handler_stack.base;
     ours.ss_size = handler_stack.bytes;
     sigaltstack(&ours, &theirs);
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigemptyset(&action.sa_mask);
     launcher = pthread_self();
-    for (int i = 0; i < 4; ++i) sigaction(kSignals[i], &action, &before[i]);
+    last_turn = 0;
+    idle_ticks = 0;
+    for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &action, &before[i]);
+    const itimerval ticks{{0, 500000}, {0, 500000}}, never{};
+    itimerval timer_before;
+    setitimer(ITIMER_VIRTUAL, &ticks, &timer_before);
     enter(run);
-    for (int i = 0; i < 4; ++i) sigaction(kSignals[i], &before[i], nullptr);
+    setitimer(ITIMER_VIRTUAL, &never, nullptr);
+    for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &before[i], nullptr);
+    setitimer(ITIMER_VIRTUAL, &timer_before, nullptr);
     sigaltstack(&theirs, nullptr);
     handler_stack.unmap();
     return run.report;

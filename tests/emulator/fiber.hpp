@@ -25,7 +25,8 @@ struct Guarded {
     static size_t pages(size_t bytes) { return (bytes + kGuardBytes - 1) / kGuardBytes * kGuardBytes; }
     void map(size_t wanted) {
         bytes = pages(wanted);
-        void* all = mmap(nullptr, bytes + 2 * kGuardBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* all =
+            mmap(nullptr, bytes + 2 * kGuardBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (all == MAP_FAILED) abort();
         base = static_cast<unsigned char*>(all) + kGuardBytes;
         if (mprotect(base, bytes, PROT_READ | PROT_WRITE) != 0) abort();
@@ -36,7 +37,8 @@ struct Guarded {
     }
     bool guards(const void* address) const {
         const auto* at = static_cast<const unsigned char*>(address);
-        return base != nullptr && at >= base - kGuardBytes && at < base + bytes + kGuardBytes && !(at >= base && at < base + bytes);
+        return base != nullptr && at >= base - kGuardBytes && at < base + bytes + kGuardBytes &&
+               !(at >= base && at < base + bytes);
     }
 };
 
@@ -54,7 +56,7 @@ inline void switch_to(Context& from, Context& to) { cuda_on_cpu_switch(&from, &t
 // The first switch to `context` calls `start`, which never returns.
 inline void prepare(Context& context, const Guarded& stack, void (*start)()) {
     auto** top = reinterpret_cast<void**>(stack.base + stack.bytes);
-    *--top = nullptr;                          // where a return address would lie: calls find the stack aligned
+    *--top = nullptr;  // where a return address would lie: calls find the stack aligned
     *--top = reinterpret_cast<void*>(start);
     for (int i = 0; i < 6; ++i) *--top = nullptr;
     context.stack_pointer = top;

@@ -65,10 +65,10 @@ def emulated_gpu(
             patches.enter_context(mock.patch.object(face, "launch", launch_emulated))
             if hasattr(face, "scratch"):
                 patches.enter_context(mock.patch.object(face, "scratch", scratch))
-        patches.enter_context(mock.patch.object(torch.cuda, "device", lambda _: nullcontext()))
+        patches.enter_context(mock.patch.object(torch.cuda, "device", return_value=nullcontext()))
         patches.enter_context(
-            mock.patch.object(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+            mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0))
         )
-        patches.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties))
+        patches.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
         yield stream
     run(stream, seed=seed, concurrent=concurrent)

@@ -8,10 +8,9 @@ namespace cuda_on_cpu {
 namespace {
 
 size_t static_bytes = 0;
-std::vector<Meeting*> free_meetings;
 
 void leave(Fiber* fiber) {
-    if (fiber->meeting != nullptr && --fiber->meeting->readers == 0) free_meetings.push_back(fiber->meeting);
+    if (fiber->meeting != nullptr && --fiber->meeting->readers == 0) machine->free_meetings.push_back(fiber->meeting);
     fiber->meeting = nullptr;
 }
 
@@ -32,9 +31,12 @@ Meeting* find_or_open(Warp& warp, uint32_t mask, const char* operation, bool ali
                  meeting->operation, place(meeting->site).c_str());
         return meeting;
     }
-    if (free_meetings.empty()) free_meetings.push_back(new Meeting);
-    Meeting* meeting = free_meetings.back();
-    free_meetings.pop_back();
+    if (machine->free_meetings.empty()) {
+        machine->meetings.push_back(std::make_unique<Meeting>());
+        machine->free_meetings.push_back(machine->meetings.back().get());
+    }
+    Meeting* meeting = machine->free_meetings.back();
+    machine->free_meetings.pop_back();
     *meeting = Meeting{mask, 0, operation, site, 0, {}, {}};
     warp.open.push_back(meeting);
     return meeting;
@@ -58,8 +60,10 @@ MBarrier& find_mbarrier(uint32_t address, const char* operation, Site site) {
     uint64_t word;
     memcpy(&word, shared_pointer(address, 8, 8, operation, site), 8);
     const auto found = cta.mbarriers.find(address);
-    if (found == cta.mbarriers.end()) fail(site, "%s of shared address %u, where no mbarrier was initialised", operation, address);
-    if (word != (0x6d62617200000000ull | address)) fail(site, "%s of the mbarrier at %u, which has been overwritten", operation, address);
+    if (found == cta.mbarriers.end())
+        fail(site, "%s of shared address %u, where no mbarrier was initialised", operation, address);
+    if (word != (0x6d62617200000000ull | address))
+        fail(site, "%s of the mbarrier at %u, which has been overwritten", operation, address);
     return found->second;
 }
 
@@ -96,7 +100,8 @@ Gathered gather(uint32_t mask, const char* operation, const uint32_t* words, int
     Warp& warp = me->cta->warps[me->warp];
     leave(me);
     const uint32_t bit = 1u << me->lane;
-    if (!(mask & bit)) fail(site, "%s with mask %#010x, which leaves out lane %d, its caller", operation, mask, me->lane);
+    if (!(mask & bit))
+        fail(site, "%s with mask %#010x, which leaves out lane %d, its caller", operation, mask, me->lane);
     if (aligned && warp.exited) fail(site, "%s after lanes %#010x of the warp have exited", operation, warp.exited);
     Meeting* meeting = find_or_open(warp, mask, operation, aligned, site);
     meeting->arrived |= bit;
@@ -120,7 +125,8 @@ int barrier(int id, int threads, bool wait, bool vote, const char* operation, Si
         fail(site, "%s for %d threads: not whole warps of a CTA of %zu", operation, threads, cta.fibers.size());
     Barrier& barrier = cta.barriers[id];
     if (barrier.arrived && barrier.threads != threads)
-        fail(site, "%s of barrier %d for %d threads, where others wait for %d (0: all)", operation, id, threads, barrier.threads);
+        fail(site, "%s of barrier %d for %d threads, where others wait for %d (0: all)", operation, id, threads,
+             barrier.threads);
     barrier.threads = threads;
     ++barrier.arrived;
     barrier.votes += vote;
@@ -165,7 +171,8 @@ void* static_shared(size_t offset) { return running()->cta->window + kWindowStar
 
 unsigned char* shared_pointer(uint32_t address, uint32_t bytes, uint32_t alignment, const char* operation, Site site) {
     const Cta& cta = *running()->cta;
-    if (address % alignment) fail(site, "%s of shared address %u, which is not a multiple of %u", operation, address, alignment);
+    if (address % alignment)
+        fail(site, "%s of shared address %u, which is not a multiple of %u", operation, address, alignment);
     const uint32_t static_end = kWindowStart + cta.grid->spec.static_smem;
     const bool in_static = address >= kWindowStart && address + bytes <= static_end;
     const bool in_dynamic = address >= cta.dynamic_start && address + bytes <= cta.window_end;
@@ -178,7 +185,8 @@ unsigned char* shared_pointer(uint32_t address, uint32_t bytes, uint32_t alignme
 uint32_t shared_address(const void* pointer, Site site) {
     const Cta& cta = *running()->cta;
     const ptrdiff_t offset = static_cast<const unsigned char*>(pointer) - cta.window;
-    if (offset < ptrdiff_t(kWindowStart) || offset > ptrdiff_t(cta.window_end)) fail(site, "%p is no address of shared memory", pointer);
+    if (offset < ptrdiff_t(kWindowStart) || offset > ptrdiff_t(cta.window_end))
+        fail(site, "%p is no address of shared memory", pointer);
     return uint32_t(offset);
 }
 
@@ -227,8 +235,8 @@ void request(AsyncCopy::Kind kind, void* dst, const void* src, uint32_t bytes, u
     Fiber* me = running();
     ++me->cta->copies_in_flight;
     memset(dst, kPoison, bytes);
-    machine->copies.push_back({kind, me->cta, me, static_cast<unsigned char*>(dst), static_cast<const unsigned char*>(src),
-                               bytes, barrier, me->group[kind]});
+    machine->copies.push_back({kind, me->cta, me, static_cast<unsigned char*>(dst),
+                               static_cast<const unsigned char*>(src), bytes, barrier, me->group[kind]});
 }
 
 // Whether some of the owner's copies of that kind, in groups before `end`, are not done yet.
@@ -248,11 +256,13 @@ void arrive(Cta& cta, uint32_t barrier) {
 
 void bulk_load_at(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier, Site site) {
     find_mbarrier(barrier, "bulk_load", site);
-    request(AsyncCopy::kBulkLoad, shared_pointer(dst, bytes, 16, "bulk_load", site), src, bytes, barrier, "bulk_load", site);
+    request(AsyncCopy::kBulkLoad, shared_pointer(dst, bytes, 16, "bulk_load", site), src, bytes, barrier, "bulk_load",
+            site);
 }
 
 void bulk_store_at(void* dst, uint32_t src, uint32_t bytes, Site site) {
-    request(AsyncCopy::kBulkStore, dst, shared_pointer(src, bytes, 16, "bulk_store", site), bytes, 0, "bulk_store", site);
+    request(AsyncCopy::kBulkStore, dst, shared_pointer(src, bytes, 16, "bulk_store", site), bytes, 0, "bulk_store",
+            site);
 }
 
 void lane_copy_at(uint32_t dst, const void* src, uint32_t bytes, Site site) {
@@ -260,11 +270,14 @@ void lane_copy_at(uint32_t dst, const void* src, uint32_t bytes, Site site) {
 }
 
 void lane_copies_arrive_at(uint32_t barrier, Site site) {
-    if (find_mbarrier(barrier, "cp_async_arrive", site).pending == 0) fail(site, "cp_async_arrive beyond the arrivals of the phase");
+    if (find_mbarrier(barrier, "cp_async_arrive", site).pending == 0)
+        fail(site, "cp_async_arrive beyond the arrivals of the phase");
     Fiber* me = running();
     const int group = me->group[AsyncCopy::kLane]++;
-    if (pending(me, AsyncCopy::kLane, group + 1)) me->lane_arrivals.push_back({group, barrier});
-    else arrive(*me->cta, barrier);
+    if (pending(me, AsyncCopy::kLane, group + 1))
+        me->lane_arrivals.push_back({group, barrier});
+    else
+        arrive(*me->cta, barrier);
 }
 
 void commit_copies(Copies kind) { ++running()->group[int(kind)]; }

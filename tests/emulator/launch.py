@@ -101,7 +101,7 @@ def _spec(launch: Launch, kept: list[Any]) -> _GridSpec:
     sizes = tuple(ctypes.sizeof(value) for value in values)
     if sizes != kernel.argument_sizes:
         raise EmulationError(
-            f"{kernel.spec.entry} takes arguments of {kernel.argument_sizes} bytes; got {sizes}: the order or a type is wrong"
+            f"{kernel.spec.entry} takes arguments of {kernel.argument_sizes} bytes; got {sizes}: check order and types"
         )
     pointers = (ctypes.c_void_p * (len(values) + 1))(*(ctypes.addressof(value) for value in values))
     name = kernel.spec.entry.encode()

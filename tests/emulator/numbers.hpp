@@ -1,4 +1,5 @@
-// numbers.hpp   Small floating-point formats as the GPU converts them: round to nearest even, subnormals kept, bit for bit.
+// numbers.hpp   Small floating-point formats as the GPU converts them: round to nearest even, subnormals kept, bit for
+// bit.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -69,14 +70,15 @@ struct SmallFloat {
 // value = significand * 2^exponent with |significand| in [1, 2), or below 1 at the format's lowest exponent.
 inline int exponent_of(double value, int min_exponent) { return std::max(std::ilogb(value), min_exponent); }
 
-// c + sum of a[i] * b[i] as Hopper's tensor cores form it: every term is cut off (towards zero) `fraction_bits` below the
-// leading bit of the largest term's exponent, the sum is exact, and it is cut off again to `result_bits` of fraction.
-// After measurements of Hopper in MMA-Sim (Microsoft, 2025): 25 and 23 bits for 16-bit operands, and for E4M3 in
-// mma.sync; 13 and 13 for E4M3 in wgmma.
+// c + sum of a[i] * b[i] as Hopper's tensor cores form it: every term is cut off (towards zero) `fraction_bits` below
+// the leading bit of the largest term's exponent, the sum is exact, and it is cut off again to `result_bits` of
+// fraction. After measurements of Hopper in MMA-Sim (Microsoft, 2025): 25 and 23 bits for 16-bit operands, and for E4M3
+// in mma.sync; 13 and 13 for E4M3 in wgmma.
 inline float tensor_core_sum(const float* a, const float* b, int count, float c, int min_exponent, int fraction_bits,
                              int result_bits) {
     double plain = c;
-    int largest = c == 0 ? -900 : exponent_of(c, -126);
+    constexpr int kNone = -10000;
+    int largest = c == 0 ? kNone : exponent_of(c, -126);
     for (int i = 0; i < count; ++i) {
         plain += double(a[i]) * b[i];
         if (a[i] != 0 && b[i] != 0)
@@ -84,6 +86,7 @@ inline float tensor_core_sum(const float* a, const float* b, int count, float c,
     }
     if (std::isnan(plain)) return bits_as<float>(0x7fffffffu);
     if (std::isinf(plain)) return float(plain);
+    if (largest == kNone) return 0.f;
     const double scale = std::ldexp(1.0, fraction_bits - largest);
     double sum = std::trunc(c * scale);
     for (int i = 0; i < count; ++i) sum += std::trunc(double(a[i]) * b[i] * scale);
@@ -96,7 +99,6 @@ inline float tensor_core_sum(const float* a, const float* b, int count, float c,
 using Half = SmallFloat<5, 10, true>;
 using BFloat16 = SmallFloat<8, 7, true>;
 using E4M3 = SmallFloat<4, 3, false>;
-
 
 inline float bf16_to_float(uint32_t code) { return bits_as<float>(code << 16); }
 inline float half_to_float(uint32_t code) { return Half::value(code & 0xffffu); }

@@ -37,7 +37,8 @@ extern "C" __global__ void reads_absent_lane(int32_t* out) {
 
 extern "C" __global__ void diverges(float* out) {
     float d[4] = {};
-    if (threadIdx.x < 16) mma_bf16(d, 0, 0, 0, 0, 0, 0);
+    if (threadIdx.x < 16)
+        mma_bf16(d, 0, 0, 0, 0, 0, 0);
     else
         mma_bf16(d, 1, 1, 1, 1, 1, 1);
     out[threadIdx.x] = d[0];
@@ -56,22 +57,26 @@ extern "C" __global__ void decodes_f16(float* floats) {
     for (uint32_t code = threadIdx.x; code < 65536; code += blockDim.x) floats[code] = cvt_f16_f32_low(code);
 }
 
-extern "C" __global__ void encodes(const float* in, int32_t count, uint16_t* bf16, uint16_t* f16, uint16_t* e4m3, uint32_t* products) {
+extern "C" __global__ void encodes(const float* in, int32_t count, uint16_t* bf16, uint16_t* f16, uint16_t* e4m3,
+                                   uint32_t* products) {
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         bf16[i] = cvt_f32_bf16(in[i]);
         f16[i] = cvt_f32_f16(in[i]);
         e4m3[i] = cvt_f32x2_e4m3x2(in[i], in[(i + 1) % count]);
-        products[i] = mul_bf16x2(cvt_f32_bf16x2(in[i], in[(i + 1) % count]), cvt_f32_bf16x2(in[(i + 2) % count], in[(i + 3) % count]));
+        products[i] = mul_bf16x2(cvt_f32_bf16x2(in[i], in[(i + 1) % count]),
+                                 cvt_f32_bf16x2(in[(i + 2) % count], in[(i + 3) % count]));
     }
 }
 
-// ---- tensor cores: row-major a [rows][k], b [columns][k] -------------------------------------------------------------
+// ---- tensor cores: row-major a [rows][k], b [columns][k]
+// -------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t word_of(const uint8_t* matrix, int row, int row_bytes, int byte) {
     return *reinterpret_cast<const uint32_t*>(matrix + row * row_bytes + byte);
 }
 
-extern "C" __global__ void multiplies_16x8(const uint8_t* a, const uint8_t* b, const float* c, int32_t kind, float* out) {
+extern "C" __global__ void multiplies_16x8(const uint8_t* a, const uint8_t* b, const float* c, int32_t kind,
+                                           float* out) {
     const int lane = threadIdx.x, g = lane / 4, q = lane % 4;
     const uint32_t a0 = word_of(a, g, 32, q * 4), a1 = word_of(a, g + 8, 32, q * 4);
     const uint32_t a2 = word_of(a, g, 32, 16 + q * 4), a3 = word_of(a, g + 8, 32, 16 + q * 4);
@@ -90,13 +95,16 @@ extern "C" __global__ void loads_matrices(const uint4* in, uint32_t* out) {
     rows[lane] = in[lane];
     __syncwarp();
     // The lanes give the rows in reverse order.
-    const uint4 plain = ldmatrix_x4(smem_address(&rows[31 - lane])), turned = ldmatrix_x4_trans(smem_address(&rows[31 - lane]));
+    const uint4 plain = ldmatrix_x4(smem_address(&rows[31 - lane])),
+                turned = ldmatrix_x4_trans(smem_address(&rows[31 - lane]));
     const uint2 two = ldmatrix_x2(smem_address(&rows[lane % 16]));
-    const uint32_t words[10] = {plain.x, plain.y, plain.z, plain.w, turned.x, turned.y, turned.z, turned.w, two.x, two.y};
+    const uint32_t words[10] = {plain.x,  plain.y,  plain.z,  plain.w, turned.x,
+                                turned.y, turned.z, turned.w, two.x,   two.y};
     for (int i = 0; i < 10; ++i) out[i * 32 + lane] = words[i];
 }
 
-// ---- shared memory and barriers --------------------------------------------------------------------------------------
+// ---- shared memory and barriers
+// --------------------------------------------------------------------------------------
 
 // out[i] = in[n - 1 - i], through shared memory.
 extern "C" __global__ void reverses(const int32_t* in, int32_t synchronise, int32_t* out) {
@@ -113,7 +121,8 @@ extern "C" __global__ void reverses(const int32_t* in, int32_t synchronise, int3
 extern "C" __global__ void reads_poison(uint32_t* out) {
     extern __shared__ uint32_t dynamic[];
     __shared__ uint32_t fixed[4];
-    if (threadIdx.x < 4) out[threadIdx.x] = fixed[threadIdx.x];
+    if (threadIdx.x < 4)
+        out[threadIdx.x] = fixed[threadIdx.x];
     else if (threadIdx.x < 8)
         out[threadIdx.x] = dynamic[threadIdx.x - 4];
 }
@@ -228,7 +237,8 @@ extern "C" __global__ void barrier_after_exit(int32_t* out) {
     out[threadIdx.x] = 1 + __syncthreads_count(threadIdx.x % 4 == 0);
 }
 
-// ---- between CTAs and grids ------------------------------------------------------------------------------------------
+// ---- between CTAs and grids
+// ------------------------------------------------------------------------------------------
 
 // Every CTA adds one and waits for all: needs all of them at once.
 extern "C" __global__ void waits_for_all_ctas(uint32_t* flag, uint32_t* out) {
@@ -264,13 +274,20 @@ extern "C" __global__ void takes_tickets(uint32_t* counter, uint32_t* out) {
     out[blockIdx.x * blockDim.x + threadIdx.x] = atomicAdd(counter, 1u);
 }
 
-// ---- mistakes that end a launch ----------------------------------------------------------------------------------------
+// ---- mistakes that end a launch
+// ----------------------------------------------------------------------------------------
 
 extern "C" __global__ void traps(int32_t thread) {
     if (threadIdx.x == thread) __trap();
 }
 
-extern "C" __global__ void loads_weights(const uint8_t* in, uint32_t* out) { out[threadIdx.x] = ld_weights(in + threadIdx.x * 16).x; }
+extern "C" __global__ void runs_without_end(volatile int32_t* data) {
+    while (data[0] == 0) data[1] += 1;
+}
+
+extern "C" __global__ void loads_weights(const uint8_t* in, uint32_t* out) {
+    out[threadIdx.x] = ld_weights(in + threadIdx.x * 16).x;
+}
 
 extern "C" __global__ void divides(int32_t by, int32_t* out) { out[0] = 7 / by; }
 

@@ -1,5 +1,5 @@
-// ptx.hpp   The kernels' inline assembly in plain C++: every function of theirs that holds an asm statement has its twin
-// here, by name. tests/emulator/sources.py takes the originals out.
+// ptx.hpp   The kernels' inline assembly in plain C++: every function of theirs that holds an asm statement has its
+// twin here, by name. tests/emulator/sources.py takes the originals out.
 #pragma once
 #include "cuda_on_cpu.hpp"
 
@@ -9,27 +9,45 @@ namespace cuda_on_cpu {
 
 template <class T>
 inline T load_global(const void* gmem, const char* operation, Site site) {
-    if (reinterpret_cast<size_t>(gmem) % sizeof(T)) fail(site, "%s from %p: not a multiple of %zu", operation, gmem, sizeof(T));
+    if (reinterpret_cast<size_t>(gmem) % sizeof(T))
+        fail(site, "%s from %p: not a multiple of %zu", operation, gmem, sizeof(T));
     T value;
     std::memcpy(&value, gmem, sizeof value);
     return value;
 }
 template <class T>
 inline void store_global(void* gmem, T value, const char* operation, Site site) {
-    if (reinterpret_cast<size_t>(gmem) % sizeof(T)) fail(site, "%s to %p: not a multiple of %zu", operation, gmem, sizeof(T));
+    if (reinterpret_cast<size_t>(gmem) % sizeof(T))
+        fail(site, "%s to %p: not a multiple of %zu", operation, gmem, sizeof(T));
     std::memcpy(gmem, &value, sizeof value);
 }
 
 inline uint4 ld_weights(const void* gmem, Site site = here()) { return load_global<uint4>(gmem, "ld_weights", site); }
-inline uint32_t ld_scale_u8(const void* gmem, Site site = here()) { return load_global<uint8_t>(gmem, "ld_scale_u8", site); }
-inline uint32_t ld_scale_u16(const void* gmem, Site site = here()) { return load_global<uint16_t>(gmem, "ld_scale_u16", site); }
-inline float ld_scale_f32(const void* gmem, Site site = here()) { return load_global<float>(gmem, "ld_scale_f32", site); }
-inline uint4 ld_activations(const void* gmem, Site site = here()) { return load_global<uint4>(gmem, "ld_activations", site); }
-inline int64_t ld_routing(const int32_t* gmem, Site site = here()) { return load_global<int32_t>(gmem, "ld_routing", site); }
-inline int64_t ld_routing(const int64_t* gmem, Site site = here()) { return load_global<int64_t>(gmem, "ld_routing", site); }
+inline uint32_t ld_scale_u8(const void* gmem, Site site = here()) {
+    return load_global<uint8_t>(gmem, "ld_scale_u8", site);
+}
+inline uint32_t ld_scale_u16(const void* gmem, Site site = here()) {
+    return load_global<uint16_t>(gmem, "ld_scale_u16", site);
+}
+inline float ld_scale_f32(const void* gmem, Site site = here()) {
+    return load_global<float>(gmem, "ld_scale_f32", site);
+}
+inline uint4 ld_activations(const void* gmem, Site site = here()) {
+    return load_global<uint4>(gmem, "ld_activations", site);
+}
+inline int64_t ld_routing(const int32_t* gmem, Site site = here()) {
+    return load_global<int32_t>(gmem, "ld_routing", site);
+}
+inline int64_t ld_routing(const int64_t* gmem, Site site = here()) {
+    return load_global<int64_t>(gmem, "ld_routing", site);
+}
 inline float ld_routing(const float* gmem, Site site = here()) { return load_global<float>(gmem, "ld_routing", site); }
-inline uint4 ld_global_v4(const void* gmem, Site site = here()) { return load_global<uint4>(gmem, "ld_global_v4", site); }
-inline void st_global_v4(void* gmem, uint4 value, Site site = here()) { store_global(gmem, value, "st_global_v4", site); }
+inline uint4 ld_global_v4(const void* gmem, Site site = here()) {
+    return load_global<uint4>(gmem, "ld_global_v4", site);
+}
+inline void st_global_v4(void* gmem, uint4 value, Site site = here()) {
+    store_global(gmem, value, "st_global_v4", site);
+}
 
 // ---- programmatic dependent launch ---------------------------------------------------------------------------------
 
@@ -54,7 +72,8 @@ inline uint16_t cvt_f32x2_e4m3x2(float high, float low) {
 }
 inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     const auto product = [&](int shift) {
-        return BFloat16::encode(double(bf16_to_float(a >> shift & 0xffffu)) * bf16_to_float(b >> shift & 0xffffu)) << shift;
+        return BFloat16::encode(double(bf16_to_float(a >> shift & 0xffffu)) * bf16_to_float(b >> shift & 0xffffu))
+               << shift;
     };
     return product(0) | product(16);
 }
@@ -63,7 +82,8 @@ inline uint32_t mul_bf16x2_by_high(uint32_t a, uint32_t b) { return mul_bf16x2(a
 
 // ---- tensor cores of a warp ----------------------------------------------------------------------------------------
 
-// d += a * b for one 16 x 8 tile; a register holds 32 / bits values, and lane 4 g + q has rows g and g + 8 of A, column g of B.
+// d += a * b for one 16 x 8 tile; a register holds 32 / bits values, and lane 4 g + q has rows g and g + 8 of A, column
+// g of B.
 template <class Format, int depth>
 inline void mma(float (&d)[4], const uint32_t (&words)[6], const char* operation, Site site) {
     const Gathered all = gather(0xffffffffu, operation, words, 6, true, site);
@@ -96,7 +116,8 @@ MMA(mma_e4m3, E4M3, 32)
 // Matrices of 8 rows of 16 bytes; lane i gives the address of row i % 8 of matrix i / 8 and gets word lane % 4 of row
 // lane / 4 of each.
 template <int matrices>
-inline void load_matrices(uint32_t (&words)[matrices], uint32_t smem, bool transposed, const char* operation, Site site) {
+inline void load_matrices(uint32_t (&words)[matrices], uint32_t smem, bool transposed, const char* operation,
+                          Site site) {
     const Gathered all = gather(0xffffffffu, operation, &smem, 1, true, site);
     const int row = current->lane / 4, word = current->lane % 4;
     for (int m = 0; m < matrices; ++m) {
@@ -113,14 +134,14 @@ inline void load_matrices(uint32_t (&words)[matrices], uint32_t smem, bool trans
         }
     }
 }
-#define LDMATRIX(name, count, transposed)                                                \
-    inline void name(uint32_t (&words)[count], uint32_t smem, Site site = here()) {      \
-        load_matrices<count>(words, smem, transposed, #name, site);                      \
-    }                                                                                    \
-    inline uint##count name(uint32_t smem, Site site = here()) {                         \
-        uint32_t words[count];                                                           \
-        load_matrices<count>(words, smem, transposed, #name, site);                      \
-        return bits_as<uint##count>(words);                                              \
+#define LDMATRIX(name, count, transposed)                                           \
+    inline void name(uint32_t (&words)[count], uint32_t smem, Site site = here()) { \
+        load_matrices<count>(words, smem, transposed, #name, site);                 \
+    }                                                                               \
+    inline uint##count name(uint32_t smem, Site site = here()) {                    \
+        uint32_t words[count];                                                      \
+        load_matrices<count>(words, smem, transposed, #name, site);                 \
+        return bits_as<uint##count>(words);                                         \
     }
 LDMATRIX(ldmatrix_x4, 4, false)
 LDMATRIX(ldmatrix_x2, 2, false)
@@ -136,15 +157,23 @@ inline T load_shared(uint32_t smem, const char* operation, Site site) {
     std::memcpy(&value, shared_pointer(smem, sizeof(T), sizeof(T), operation, site), sizeof value);
     return value;
 }
-inline uint4 ld_shared_128(uint32_t smem, Site site = here()) { return load_shared<uint4>(smem, "ld_shared_128", site); }
+inline uint4 ld_shared_128(uint32_t smem, Site site = here()) {
+    return load_shared<uint4>(smem, "ld_shared_128", site);
+}
 inline uint2 ld_shared_64(uint32_t smem, Site site = here()) { return load_shared<uint2>(smem, "ld_shared_64", site); }
-inline uint32_t ld_shared_32(uint32_t smem, Site site = here()) { return load_shared<uint32_t>(smem, "ld_shared_32", site); }
-inline uint32_t ld_shared_u16(uint32_t smem, Site site = here()) { return load_shared<uint16_t>(smem, "ld_shared_u16", site); }
+inline uint32_t ld_shared_32(uint32_t smem, Site site = here()) {
+    return load_shared<uint32_t>(smem, "ld_shared_32", site);
+}
+inline uint32_t ld_shared_u16(uint32_t smem, Site site = here()) {
+    return load_shared<uint16_t>(smem, "ld_shared_u16", site);
+}
 inline void st_shared_128(uint32_t smem, uint4 value, Site site = here()) {
     std::memcpy(shared_pointer(smem, 16, 16, "st_shared_128", site), &value, 16);
 }
 
-inline void mbarrier_init(uint32_t smem_barrier, uint32_t arrivals, Site site = here()) { mbarrier_init_at(smem_barrier, arrivals, site); }
+inline void mbarrier_init(uint32_t smem_barrier, uint32_t arrivals, Site site = here()) {
+    mbarrier_init_at(smem_barrier, arrivals, site);
+}
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint32_t smem_barrier, Site site = here()) { mbarrier_arrive_at(smem_barrier, 1, 0, site); }
 inline void mbarrier_arrive_if(uint32_t smem_barrier, bool arrives, Site site = here()) {
@@ -153,7 +182,8 @@ inline void mbarrier_arrive_if(uint32_t smem_barrier, bool arrives, Site site = 
 inline void mbarrier_arrive_expect_tx(uint32_t smem_barrier, uint32_t bytes, Site site = here()) {
     mbarrier_arrive_at(smem_barrier, 1, bytes, site);
 }
-inline void bulk_load(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier, Site site = here()) {
+inline void bulk_load(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier,
+                      Site site = here()) {
     mbarrier_arrive_at(smem_barrier, 1, bytes, site);
     bulk_load_at(smem_dst, gmem_src, bytes, smem_barrier, site);
 }
@@ -167,20 +197,26 @@ inline void mbarrier_wait(uint32_t smem_barrier, uint32_t parity, Site site = he
 inline bool mbarrier_test_wait(uint32_t smem_barrier, uint32_t parity, Site site = here()) {
     return mbarrier_wait_at(smem_barrier, parity, false, site);
 }
-inline void bulk_copy(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier, Site site = here()) {
+inline void bulk_copy(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier,
+                      Site site = here()) {
     bulk_load_at(smem_dst, gmem_src, bytes, smem_barrier, site);
 }
-inline void bulk_copy_once(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier, Site site = here()) {
+inline void bulk_copy_once(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier,
+                           Site site = here()) {
     bulk_load_at(smem_dst, gmem_src, bytes, smem_barrier, site);
 }
-inline void bulk_store(void* gmem_dst, uint32_t smem_src, uint32_t bytes, Site site = here()) { bulk_store_at(gmem_dst, smem_src, bytes, site); }
+inline void bulk_store(void* gmem_dst, uint32_t smem_src, uint32_t bytes, Site site = here()) {
+    bulk_store_at(gmem_dst, smem_src, bytes, site);
+}
 inline void bulk_commit() { commit_copies(Copies::kBulkStores); }
 template <int groups_left>
 inline void bulk_wait_read(Site site = here()) {
     wait_for_copies(Copies::kBulkStores, groups_left, site);
 }
 
-inline void cp_async_16(uint32_t smem_dst, const void* gmem_src, Site site = here()) { lane_copy_at(smem_dst, gmem_src, 16, site); }
+inline void cp_async_16(uint32_t smem_dst, const void* gmem_src, Site site = here()) {
+    lane_copy_at(smem_dst, gmem_src, 16, site);
+}
 inline void cp_async_arrive(uint32_t smem_barrier, Site site = here()) { lane_copies_arrive_at(smem_barrier, site); }
 inline void cp_async_commit() { commit_copies(Copies::kLanes); }
 template <int groups_left>

@@ -1,4 +1,5 @@
-// runtime.hpp   What the emulated instructions ask of the runtime: who runs, who waits for whom, where shared memory is.
+// runtime.hpp   What the emulated instructions ask of the runtime: who runs, who waits for whom, where shared memory
+// is.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -41,8 +42,9 @@ extern ThreadView* current;
 constexpr int kSlotWords = 8;
 using Slots = uint32_t[32][kSlotWords];
 
-// Waits until every lane of `mask` has come here (lanes that have exited are not waited for), each with its words; gives
-// what they brought. `present` are the lanes that came. `aligned` instructions must be one and the same for all lanes.
+// Waits until every lane of `mask` has come here (lanes that have exited are not waited for), each with its words;
+// gives what they brought. `present` are the lanes that came. `aligned` instructions must be one and the same for all
+// lanes.
 struct Gathered {
     Slots* slots;
     uint32_t present;
@@ -59,8 +61,8 @@ void poll(const char* what, Site site, bool changes = false);
 void pdl_wait_at(Site site);
 void pdl_launch_dependents_at(Site site);
 
-// Shared memory. Addresses are those of the shared window, 32 bits; a pointer is given for [address, address + bytes) only
-// if all of it belongs to the CTA and the address is a multiple of `alignment`.
+// Shared memory. Addresses are those of the shared window, 32 bits; a pointer is given for [address, address + bytes)
+// only if all of it belongs to the CTA and the address is a multiple of `alignment`.
 unsigned char* shared_pointer(uint32_t address, uint32_t bytes, uint32_t alignment, const char* operation, Site site);
 uint32_t shared_address(const void* pointer, Site site);
 void* static_shared(size_t offset);
@@ -87,12 +89,14 @@ void wgmma_fence_at(Site site);
 void wgmma_commit_at(Site site);
 void wgmma_wait_at(int groups_left, Site site);
 enum class Operand { kE4M3, kHalf, kBFloat16 };
-void wgmma_at(float* d, int columns, const uint32_t (&a)[4], uint64_t b_descriptor, int scale_d, Operand operand, Site site);
+void wgmma_at(float* d, int columns, const uint32_t (&a)[4], uint64_t b_descriptor, int scale_d, Operand operand,
+              Site site);
 
 // One `__shared__` variable: its place in the CTA's static shared memory, the same in every CTA.
 template <class T, int tag, size_t alignment>
 struct StaticShared {
-    static inline const size_t offset = reserve_static_shared(sizeof(T), alignment > alignof(T) ? alignment : alignof(T));
+    static inline const size_t offset =
+        reserve_static_shared(sizeof(T), alignment > alignof(T) ? alignment : alignof(T));
     static T& get() { return *static_cast<T*>(static_shared(offset)); }
 };
 

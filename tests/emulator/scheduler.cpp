@@ -1,5 +1,5 @@
-// scheduler.cpp   Runs grids: every CUDA thread is a fiber, all fibers share one thread of the system, and a seed decides
-// who goes on whenever one has to wait. A run is the same every time with the same seed.
+// scheduler.cpp   Runs grids: every CUDA thread is a fiber, all fibers share one thread of the system, and a seed
+// decides who goes on whenever one has to wait. A run is the same every time with the same seed.
 #include <cstdarg>
 #include <cstdio>
 #include <map>
@@ -90,10 +90,12 @@ void start_cta(Grid& grid, uint32_t index, uint32_t slot) {
     cta->fibers.resize(threads);
     for (int i = 0; i < threads; ++i) {
         Fiber& fiber = cta->fibers[i];
-        const unsigned x = i % spec.block[0], y = i / spec.block[0] % spec.block[1], z = i / spec.block[0] / spec.block[1];
+        const unsigned x = i % spec.block[0], y = i / spec.block[0] % spec.block[1],
+                       z = i / spec.block[0] / spec.block[1];
         fiber = Fiber{};
         fiber.thread_idx = {x, y, z};
-        fiber.block_idx = {index % spec.grid[0], index / spec.grid[0] % spec.grid[1], index / spec.grid[0] / spec.grid[1]};
+        fiber.block_idx = {index % spec.grid[0], index / spec.grid[0] % spec.grid[1],
+                           index / spec.grid[0] / spec.grid[1]};
         fiber.block_dim = {spec.block[0], spec.block[1], spec.block[2]};
         fiber.grid_dim = {spec.grid[0], spec.grid[1], spec.grid[2]};
         fiber.lane = i % 32;
@@ -149,7 +151,8 @@ void check_canaries(const Cta& cta) {
         for (; from < to; ++from)
             if (*from != kCanary)
                 abandon(name_of(cta) + ": wrote to byte " + std::to_string(from - cta.window - cta.dynamic_start) +
-                        " of dynamic shared memory; the launch asked for " + std::to_string(cta.grid->spec.dynamic_smem));
+                        " of dynamic shared memory; the launch asked for " +
+                        std::to_string(cta.grid->spec.dynamic_smem));
     };
     check(begin, cta.window + kWindowStart);
     check(cta.window + kWindowStart + cta.grid->spec.static_smem, cta.window + cta.dynamic_start);
@@ -159,8 +162,10 @@ void check_canaries(const Cta& cta) {
 void check_warpgroups(const Cta& cta) {
     for (size_t w = 0; w < cta.warps.size(); ++w)
         if (cta.warps[w].num_products != cta.warpgroups[w / 4].size())
-            abandon(name_of(cta) + ": warp " + std::to_string(w) + " came to " + std::to_string(cta.warps[w].num_products) +
-                    " wgmma instructions, another warp of its warpgroup to " + std::to_string(cta.warpgroups[w / 4].size()));
+            abandon(name_of(cta) + ": warp " + std::to_string(w) + " came to " +
+                    std::to_string(cta.warps[w].num_products) +
+                    " wgmma instructions, another warp of its warpgroup to " +
+                    std::to_string(cta.warpgroups[w / 4].size()));
 }
 
 void finish_cta(Cta* cta) {
@@ -208,7 +213,8 @@ std::string deadlock_report(const char* why) {
     for (const auto& cta : machine->resident)
         for (const Fiber& fiber : cta->fibers)
             if (fiber.state != State::kDone)
-                lanes[name_of(*cta) + ", warp " + std::to_string(fiber.warp) + ": " + fiber.waits_for + " at " + place(fiber.site)] |= 1u << fiber.lane;
+                lanes[name_of(*cta) + ", warp " + std::to_string(fiber.warp) + ": " + fiber.waits_for + " at " +
+                      place(fiber.site)] |= 1u << fiber.lane;
     std::string report = why;
     int left = 40;
     for (const auto& [where, mask] : lanes) {
@@ -219,11 +225,14 @@ std::string deadlock_report(const char* why) {
 }
 
 void run_fiber(Fiber* fiber) {
+    ++machine->turns;
     current = fiber;
     switch_to(machine->scheduler, fiber->context);
     current = nullptr;
-    if (fiber->state == State::kPolling) machine->polling.push_back(fiber);
-    else machine->idle_rounds = 0;
+    if (fiber->state == State::kPolling)
+        machine->polling.push_back(fiber);
+    else
+        machine->idle_rounds = 0;
     if (fiber->state != State::kDone) return;
     Cta* cta = fiber->cta;
     --cta->live;
@@ -287,7 +296,7 @@ void scheduler_start() {
 void make_ready(Fiber* fiber) {
     fiber->state = State::kReady;
     const uint64_t seed = machine->options.seed;
-    const uint64_t key = seed == 0 ? ~machine->turns++ : seed % 2 ? fiber->priority : machine->random();
+    const uint64_t key = seed == 0 ? ~machine->queued++ : seed % 2 ? fiber->priority : machine->random();
     machine->ready.push({key, fiber});
 }
 
@@ -322,12 +331,14 @@ std::string place(Site site) {
 
 std::string name_of(const Cta& cta) {
     const uint3 at = cta.fibers[0].block_idx;
-    return std::string(cta.grid->spec.name) + ", CTA (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
+    return std::string(cta.grid->spec.name) + ", CTA (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " +
+           std::to_string(at.z) + ")";
 }
 
 std::string name_of(const Fiber& fiber) {
     const uint3 at = fiber.thread_idx;
-    return name_of(*fiber.cta) + ", thread (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
+    return name_of(*fiber.cta) + ", thread (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " +
+           std::to_string(at.z) + ")";
 }
 
 void fail(Site site, const char* what, ...) {
@@ -359,8 +370,8 @@ void enter(Machine& run) {
 using namespace cuda_on_cpu;
 
 // Runs `num_streams` streams of grids to their end. Returns 0, or 1 with what went wrong in `report`.
-extern "C" int cuda_on_cpu_run(const GridSpec* grids, const int* grids_of_stream, int num_streams, const Options* options,
-                               char* report, size_t report_bytes) {
+extern "C" int cuda_on_cpu_run(const GridSpec* grids, const int* grids_of_stream, int num_streams,
+                               const Options* options, char* report, size_t report_bytes) {
     Machine run;
     run.options = *options;
     run.random.seed(options->seed);

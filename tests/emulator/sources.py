@@ -134,7 +134,8 @@ def _shared(match: re.Match[str]) -> str:
     kind = f"{match[2]}{''.join(match[4].split())}"
     alignment = re.search(r"\(\s*(\w+)\s*\)", match[1])
     lines = "\n" * match[0].count("\n")
-    return f"auto& {match[3]} = ::cuda_on_cpu::StaticShared<{kind}, __COUNTER__, {alignment[1] if alignment else 1}>::get();{lines}"
+    storage = f"::cuda_on_cpu::StaticShared<{kind}, __COUNTER__, {alignment[1] if alignment else 1}>"
+    return f"auto& {match[3]} = {storage}::get();{lines}"
 
 
 def smem_alignment(texts: list[str]) -> int:

@@ -15,9 +15,9 @@
 
 namespace cuda_on_cpu {
 
-constexpr uint32_t kWindowStart = 1024;               // the first bytes of shared memory are the system's
-constexpr uint32_t kMaxSharedBytes = 227 * 1024;      // that a CTA can have
-constexpr unsigned char kPoison = 0xff;               // NaN in every float format, -1 in every integer
+constexpr uint32_t kWindowStart = 1024;           // the first bytes of shared memory are the system's
+constexpr uint32_t kMaxSharedBytes = 227 * 1024;  // that a CTA can have
+constexpr unsigned char kPoison = 0xff;           // NaN in every float format, -1 in every integer
 constexpr unsigned char kCanary = 0xa5;
 
 // One kernel launch, as Python gives it.
@@ -31,8 +31,8 @@ struct GridSpec {
 };
 
 struct Options {
-    uint64_t seed;       // 0: threads in order; odd: by random priorities; even: at random
-    int resident_ctas;   // 0: all
+    uint64_t seed;      // 0: threads in order; odd: by random priorities; even: at random
+    int resident_ctas;  // 0: all
     double timeout_s;
 };
 
@@ -63,7 +63,8 @@ struct ProductShape {
     bool adds;
     Operand operand;
     bool operator==(const ProductShape& other) const {
-        return descriptor == other.descriptor && columns == other.columns && adds == other.adds && operand == other.operand;
+        return descriptor == other.descriptor && columns == other.columns && adds == other.adds &&
+               operand == other.operand;
     }
 };
 
@@ -170,8 +171,11 @@ struct Machine {
     std::priority_queue<std::pair<uint64_t, Fiber*>> ready;
     std::vector<Fiber*> polling;
     std::deque<AsyncCopy> copies;
+    std::vector<std::unique_ptr<Meeting>> meetings;
+    std::vector<Meeting*> free_meetings;
     std::mt19937_64 random;
-    uint64_t turns = 0;
+    uint64_t turns = 0;        // fibers run so far
+    uint64_t queued = 0;       // times a fiber became ready
     uint64_t clock_ns = 0;     // moves when all that happens is polling
     uint64_t idle_rounds = 0;  // of polling, since something else happened
     Context main, scheduler;

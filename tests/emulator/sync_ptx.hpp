@@ -1,7 +1,8 @@
 // sync_ptx.hpp   Flags between CTAs and GPUs, fences, clocks, named barriers; warpgroup matrix products.
 //
-// All threads of a run share one thread of the system, so every access is atomic and in order already. Each of these lets
-// other threads run first: what a flag guards is then read or written at any moment that the real machine may choose.
+// All threads of a run share one thread of the system, so every access is atomic and in order already. Each of these
+// lets other threads run first: what a flag guards is then read or written at any moment that the real machine may
+// choose.
 #pragma once
 #include "ptx.hpp"
 
@@ -84,6 +85,8 @@ inline void warpgroup_wait(Site site = here()) {
     wgmma_wait_at(groups_left, site);
 }
 
+inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
+
 // Registers are the compiler's here.
 template <class T, int count>
 inline void hold(T (&)[count]) {}
@@ -97,25 +100,28 @@ inline void registers_fewer(Site site = here()) {
 }
 
 template <int N>
-inline void wgmma_e4m3(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc, int scale_d, Site site = here()) {
+inline void wgmma_e4m3(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc,
+                       int scale_d, Site site = here()) {
     wgmma_at(d, N, {a0, a1, a2, a3}, b_desc, scale_d, Operand::kE4M3, site);
 }
 template <int N>
-inline void wgmma_f16(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc, int scale_d, Site site = here()) {
+inline void wgmma_f16(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc,
+                      int scale_d, Site site = here()) {
     wgmma_at(d, N, {a0, a1, a2, a3}, b_desc, scale_d, Operand::kHalf, site);
 }
 template <int N>
-inline void wgmma_bf16(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc, int scale_d, Site site = here()) {
+inline void wgmma_bf16(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc,
+                       int scale_d, Site site = here()) {
     wgmma_at(d, N, {a0, a1, a2, a3}, b_desc, scale_d, Operand::kBFloat16, site);
 }
-#define WGMMA(name, N, operand)                                                                                        \
-    inline void name(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc, int scale_d, \
-                     Site site = here()) {                                                                             \
-        wgmma_at(d, N, {a0, a1, a2, a3}, b_desc, scale_d, operand, site);                                              \
+#define WGMMA(name, N, operand)                                                                              \
+    inline void name(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc, \
+                     int scale_d, Site site = here()) {                                                      \
+        wgmma_at(d, N, {a0, a1, a2, a3}, b_desc, scale_d, operand, site);                                    \
     }
-#define WGMMA_COLUMNS(N)                                    \
-    WGMMA(wgmma_m64n##N##k32_e4m3, N, Operand::kE4M3)       \
-    WGMMA(wgmma_m64n##N##k16_f16, N, Operand::kHalf)        \
+#define WGMMA_COLUMNS(N)                              \
+    WGMMA(wgmma_m64n##N##k32_e4m3, N, Operand::kE4M3) \
+    WGMMA(wgmma_m64n##N##k16_f16, N, Operand::kHalf)  \
     WGMMA(wgmma_m64n##N##k16_bf16, N, Operand::kBFloat16)
 WGMMA_COLUMNS(8)
 WGMMA_COLUMNS(16)

@@ -1,7 +1,7 @@
-// wgmma.cpp   Warpgroup matrix products. They are asynchronous: a sum reads as NaN until its product has been waited for,
-// and shared memory is read as late as the machine may read it.
-#include "state.hpp"
+// wgmma.cpp   Warpgroup matrix products. They are asynchronous: a sum reads as NaN until its product has been waited
+// for, and shared memory is read as late as the machine may read it.
 #include "numbers.hpp"
+#include "state.hpp"
 
 namespace cuda_on_cpu {
 
@@ -20,8 +20,8 @@ uint32_t address_of(uint64_t descriptor, int n, int unit) {
     return linear ^ ((linear >> 7 & (row_bytes / 16 - 1)) << 4);
 }
 
-// This lane's share of one product: two rows of A, which four lanes hold together, times all columns. A row of A or B is
-// two units of 16 bytes; a register holds four bytes of one.
+// This lane's share of one product: two rows of A, which four lanes hold together, times all columns. A row of A or B
+// is two units of 16 bytes; a register holds four bytes of one.
 template <class Format>
 void multiply(std::vector<float>& d, const WarpgroupProduct& product, int fraction_bits, int result_bits) {
     constexpr int kDepth = 256 / Format::kBits, kBytes = Format::kBits / 8;
@@ -40,14 +40,18 @@ void multiply(std::vector<float>& d, const WarpgroupProduct& product, int fracti
             a[k] = value(reinterpret_cast<const unsigned char*>(&product.a[byte / 4][unit * 2 + low_row]) + byte % 4);
             b[k] = value(shared_pointer(at, 16, 16, "wgmma", product.site) + byte);
         }
-        d[i] = tensor_core_sum(a, b, kDepth, product.adds ? d[i] : 0.f, Format::kMinExponent, fraction_bits, result_bits);
+        d[i] =
+            tensor_core_sum(a, b, kDepth, product.adds ? d[i] : 0.f, Format::kMinExponent, fraction_bits, result_bits);
     }
 }
 
 void multiply(std::vector<float>& d, const WarpgroupProduct& product) {
-    if (product.operand == Operand::kE4M3) multiply<E4M3>(d, product, 13, 13);
-    else if (product.operand == Operand::kHalf) multiply<Half>(d, product, 25, 23);
-    else multiply<BFloat16>(d, product, 25, 23);
+    if (product.operand == Operand::kE4M3)
+        multiply<E4M3>(d, product, 13, 13);
+    else if (product.operand == Operand::kHalf)
+        multiply<Half>(d, product, 25, 23);
+    else
+        multiply<BFloat16>(d, product, 25, 23);
 }
 
 }  // namespace
@@ -57,7 +61,8 @@ void wgmma_fence_at(Site site) {
     running()->warpgroup.fenced = true;
 }
 
-void wgmma_at(float* d, int columns, const uint32_t (&a)[4], uint64_t descriptor, int scale_d, Operand operand, Site site) {
+void wgmma_at(float* d, int columns, const uint32_t (&a)[4], uint64_t descriptor, int scale_d, Operand operand,
+              Site site) {
     Fiber* me = running();
     Cta& cta = *me->cta;
     if (cta.warps.size() % 4) fail(site, "wgmma in a CTA of %zu warps: not whole warpgroups", cta.warps.size());
@@ -68,12 +73,14 @@ void wgmma_at(float* d, int columns, const uint32_t (&a)[4], uint64_t descriptor
     auto& shapes = cta.warpgroups[me->warp / 4];
     const size_t index = state.num_products++;
     if (index == shapes.size()) shapes.push_back(shape);
-    if (!(shapes[index] == shape)) fail(site, "wgmma with another descriptor, shape, type or scale than the warpgroup's other threads");
+    if (!(shapes[index] == shape))
+        fail(site, "wgmma with another descriptor, shape, type or scale than the warpgroup's other threads");
     cta.warps[me->warp].num_products = state.num_products;
 
     const Gathered all = gather(kWholeWarp, "wgmma", a, 4, true, site);
     WarpgroupProduct product{d, {}, descriptor, operand, scale_d != 0, state.group, site};
-    for (int lane = 0; lane < 4; ++lane) memcpy(product.a[lane], (*all.slots)[me->lane / 4 * 4 + lane], sizeof product.a[lane]);
+    for (int lane = 0; lane < 4; ++lane)
+        memcpy(product.a[lane], (*all.slots)[me->lane / 4 * 4 + lane], sizeof product.a[lane]);
     if (state.sums.count(d) == 0) state.sums[d].assign(d, d + columns / 2);
     if (state.sums[d].size() != size_t(columns / 2)) fail(site, "wgmma of two shapes on the same sums without a wait");
     memset(d, kPoison, columns / 2 * sizeof(float));
@@ -90,8 +97,10 @@ void wgmma_wait_at(int groups_left, Site site) {
     WarpgroupState& state = running()->warpgroup;
     std::vector<WarpgroupProduct> later;
     for (const WarpgroupProduct& product : state.products) {
-        if (product.group < state.group - groups_left) multiply(state.sums[product.d], product);
-        else later.push_back(product);
+        if (product.group < state.group - groups_left)
+            multiply(state.sums[product.d], product);
+        else
+            later.push_back(product);
     }
     state.products = std::move(later);
     for (auto sum = state.sums.begin(); sum != state.sums.end();) {
