@@ -1,4 +1,4 @@
-"""Draw docs/img/*.svg from bench/results/decode.jsonl: one plot a format of the standard rows.
+"""Draw docs/img/*.svg: a plot a format of the standard rows (decode.jsonl), and one a layer beside peers (peers.jsonl).
 
 PYTHONPATH=src python bench/plots.py [--output FOLDER]
 """
@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from warpring.bench.compared import PEER_LAYERS
 from warpring.bench.plots import plot_decode
 from warpring.bench.records import load
 from warpring.bench.tables import DECODE_FORMATS, DECODE_MODEL, decode_records
@@ -19,14 +20,18 @@ ROOT = Path(__file__).parents[1]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results" / "decode.jsonl")
+    parser.add_argument("--peers", type=Path, default=ROOT / "bench" / "results" / "peers.jsonl")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "img")
     args = parser.parse_args()
     records = load(args.results)
-    for format in DECODE_FORMATS:
-        points = decode_records(records, (format,))
-        target = args.output / f"decode-{DECODE_MODEL}-{format}.svg"
+    plots = {f"decode-{DECODE_MODEL}-{f}": list(decode_records(records, (f,)).values()) for f in DECODE_FORMATS}
+    beside = load(args.peers)
+    for layer in PEER_LAYERS:
+        plots["peers-{}-{}".format(*layer)] = [rec for rec in beside if (rec["model"], rec["format"]) == layer]
+    for name, points in plots.items():
+        target = args.output / f"{name}.svg"
         if points:
-            plot_decode(list(points.values()), target)
+            plot_decode(points, target)
         print(f"{target}: {f'{len(points)} points' if points else 'no records, not drawn'}")
     return 0
 

@@ -242,6 +242,15 @@ def test_script_records_the_peers_that_are_there_and_names_the_others(
     assert "transformers_grouped_mm   h64xi32xe4xk2 bf16: timed in a CUDA graph, cosine 0.99" in said
 
 
+@pytest.mark.gpu
+def test_transformers_on_a_gpu_passes_its_trial() -> None:
+    pytest.importorskip("transformers")
+    script = runpy.run_path(str(SCRIPT))
+    said = script["try_peer"]("transformers_batched_mm", "h256xi128xe8xk2", "bf16", torch.device("cuda"))
+    assert said["capturable"]
+    assert said["cosine"] > 0.9999
+
+
 def test_trial_of_a_dying_peer_is_told_not_suffered(monkeypatch: pytest.MonkeyPatch) -> None:
     script = runpy.run_path(str(SCRIPT))
     popen = script["subprocess"].Popen

@@ -152,3 +152,16 @@ def test_path_that_fails_its_trial_is_tried_eagerly_and_then_left_out(
     assert (args.paths, args.eager) == (["batched_mm"], [])
     assert [line.split(":")[0] for line in said] == ["warp, in a CUDA graph", "warp, eagerly"]
     assert "path 'warp' needs CUDA tensors" in said[1]
+
+
+@pytest.mark.gpu
+def test_every_path_decodes_the_same_model_in_a_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "e.jsonl"
+    argv = ["--device", "cuda", "--paths", "auto,warp,classical,grouped_mm,batched_mm", "--output", str(output)]
+    with torch.inference_mode():
+        assert main_with(monkeypatch, *argv) == 0
+    recs = load(output)
+    assert {r.get("path", r["impl"]) for r in recs} >= {"auto", "warp", "classical", "transformers_batched_mm"}
+    assert "auto, in a CUDA graph" not in capsys.readouterr().out

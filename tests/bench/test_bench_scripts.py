@@ -54,7 +54,7 @@ def test_decode_script_says_what_its_time_did_not_suffice_for(
     assert all(f"{format} B={batch}" in err for format in ("mxfp8", "nvfp4") for batch in (1, 2))
 
 
-def test_plots_script_draws_the_formats_that_were_measured(
+def test_plots_script_draws_what_was_measured_by_format_and_beside_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="plots are an extra")
@@ -63,7 +63,10 @@ def test_plots_script_draws_the_formats_that_were_measured(
         num_tokens=1, topk=8, routing="uniform", p50_us=10.0, unique_bytes=1000, read_peak_gbs=4000.0,
     )  # fmt: skip
     append(tmp_path / "decode.jsonl", rec)
-    argv = ["--results", str(tmp_path / "decode.jsonl"), "--output", str(tmp_path / "img")]
-    assert run(monkeypatch, "plots.py", *argv) == 0
-    assert [path.name for path in (tmp_path / "img").iterdir()] == ["decode-qwen3-30b-a3b-mxfp8.svg"]
-    assert capsys.readouterr().out.count("no records, not drawn") == 2
+    peer = {name: value for name, value in (rec | {"impl": "vllm_triton", "format": "bf16"}).items() if name != "path"}
+    append(tmp_path / "peers.jsonl", peer)
+    files = ["--results", str(tmp_path / "decode.jsonl"), "--peers", str(tmp_path / "peers.jsonl")]
+    assert run(monkeypatch, "plots.py", *files, "--output", str(tmp_path / "img")) == 0
+    drawn = sorted(path.name for path in (tmp_path / "img").iterdir())
+    assert drawn == ["decode-qwen3-30b-a3b-mxfp8.svg", "peers-qwen3-30b-a3b-bf16.svg"]
+    assert capsys.readouterr().out.count("no records, not drawn") == 5

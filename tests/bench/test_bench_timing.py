@@ -12,7 +12,7 @@ import torch
 from warpring import ArgumentError
 from warpring.bench import read_peak
 from warpring.bench.read_peak import PROBE, read_peak_gbs
-from warpring.bench.timing import cache_bytes, capture, count_launches, measure, percentiles
+from warpring.bench.timing import Call, cache_bytes, capture, count_launches, measure, percentiles
 from warpring.runtime.device import TESTED_ARCHS
 from warpring.runtime.jit import compile_kernel
 
@@ -110,3 +110,13 @@ def test_time_on_a_gpu_is_that_of_one_layer() -> None:
     one, many = measured["one"], measured["many"]
     assert many.timing.p50_us == pytest.approx(one.timing.p50_us, rel=0.5)
     assert many.launches == one.launches
+
+
+@pytest.mark.gpu
+def test_variant_that_no_graph_can_hold_is_timed_call_by_call_in_turn_with_the_others() -> None:
+    x = torch.ones(1 << 20, device="cuda")
+    waiting: list[Call] = [lambda: float(x.sum()), lambda: x.add_(1)]  # a graph cannot wait for a value
+    measured = measure({"graph": [lambda: x.mul_(1)], "eager": waiting}, torch.device("cuda"), 3, eager=["eager"])
+    assert measured["graph"].launches == 1
+    assert measured["eager"].launches is None
+    assert measured["eager"].timing.p50_us > 0

@@ -12,7 +12,7 @@ from warpring.bench.records import Record, newest
 from warpring.errors import ArgumentError, UnsupportedError
 
 SUFFIXES = (".png", ".svg", ".pdf")
-#: A colour a path, from a palette that colour-blind readers can tell apart; further paths take grey.
+#: A colour a path or peer, from a palette that colour-blind readers can tell apart; any other takes grey.
 COLOURS = {
     "warp": "#0072b2",
     "tile": "#e69f00",
@@ -20,6 +20,13 @@ COLOURS = {
     "reference": "#009e73",
     "cores": "#0072b2",
     "auto": "#cc79a7",
+    "grouped": "#009e73",
+    "vllm_triton": "#56b4e9",
+    "sglang_triton": "#f0e442",
+    "flashinfer_mono_moe": "#cc79a7",
+    "flashinfer_cutlass": "#000000",
+    "transformers_grouped_mm": "#999999",
+    "transformers_batched_mm": "#bbbbbb",
 }
 MARKERS = {"mxfp8": "o", "bf16": "s", "mxfp4": "^", "fp8_block": "D", "fp8_channel": "v", "nvfp4": "P"}
 
