@@ -161,8 +161,8 @@ def test_slices_never_exceed_the_workspace(format: str, packed: bool, monkeypatc
     sizes: list[int] = []
     rows = grouped._Weights.rows
 
-    def note(self: grouped._Weights, first: int, last: int) -> torch.Tensor:
-        dense = rows(self, first, last)
+    def note(self: grouped._Weights, first: int, last: int, ends: torch.Tensor) -> torch.Tensor:
+        dense = rows(self, first, last, ends)
         sizes.append(0 if self.in_place else dense.numel() * 2)
         return dense
 

@@ -14,7 +14,7 @@ from warpring.errors import ArgumentError, UnsupportedError
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor
 from warpring.grouped import moe_grouped
-from warpring.kernels import cores, tile, warp
+from warpring.kernels import cores, expand, tile, warp
 from warpring.layout import PackedExperts, PackedMatrix
 from warpring.policy import choose_path
 from warpring.reference import moe_reference
@@ -115,12 +115,13 @@ def precompile(
     """
     check_topk(topk)
     target = torch.device(device) if device is not None else experts.device
-    if isinstance(experts, PackedExperts):
-        if target.type == "cuda":
+    if target.type == "cuda":
+        if isinstance(experts, PackedExperts):
             tile.precompile(experts, topk, index_dtype, target)
-    elif target.type == "cuda":
-        warp.precompile(experts, topk, index_dtype, target)
-    elif target.type == "cpu":
+        else:
+            warp.precompile(experts, topk, index_dtype, target)
+        expand.precompile(experts, target)
+    elif target.type == "cpu" and isinstance(experts, Experts):
         cores.precompile(experts)
 
 

@@ -21,18 +21,24 @@ fp8_channel, nvfp4) is rounded once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch.nn import functional
 
 from warpring.activation import SILU
+from warpring.errors import UnsupportedError
 from warpring.expand import expand
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div, get_format
 from warpring.gemm import gemm_by_expert, gemm_by_library, row_chunks
+from warpring.kernels.expand import expand_slice
 from warpring.layout import PackedExperts, PackedMatrix, unpack
+from warpring.runtime.device import arch_of, index_of
+from warpring.runtime.jit import compiler_version
 
 #: Tokens of one pass; larger batches are split, which bounds the gathered rows and their products.
 MAX_TOKENS = 8192
@@ -163,7 +169,7 @@ def _products_by_library(
         step = max(1, WORKSPACE_BYTES // row_bytes // _SLICE_ROWS) * _SLICE_ROWS
     for first in range(0, weights.num_rows, step):
         last = min(first + step, weights.num_rows)
-        yield slice(first, last), gemm_by_library(rows, weights.rows(first, last), ends)
+        yield slice(first, last), gemm_by_library(rows, weights.rows(first, last, ends), ends)
 
 
 @dataclass(frozen=True)
@@ -193,14 +199,33 @@ class _Weights:
             return self._expand(unpack(self.stored.expert(expert), self.format))[0]
         return expand(self.stored[expert]).flatten(0, -2)
 
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """[num_experts, num_halves * (last - first), cols]: these rows of each half; `first` divides by 128."""
+    def rows(self, first: int, last: int, ends: torch.Tensor) -> torch.Tensor:
+        """[num_experts, num_halves * (last - first), cols]: these rows of each half; `first` divides by 128.
+
+        Those of an expert that has no rows in the batch, by `ends`, may hold anything.
+        """
+        if not self.in_place and _expands_on(ends.device):
+            return expand_slice(self.stored, self.format, self.num_rows, first, last, ends)
         if isinstance(self.stored, PackedMatrix):
             return self._expand(unpack(self.stored.rows(first, last), self.format))
         return self._expand(_row_slice(self.stored, first, last))
 
     def _expand(self, stored: QuantizedTensor) -> torch.Tensor:
         return expand(stored).flatten(1, -2)
+
+
+@cache
+def _expands_on(device: torch.device) -> bool:
+    """Whether our kernels expand weights there; where they cannot, torch does, with some ten passes over memory."""
+    if device.type != "cuda":
+        return False
+    try:
+        arch_of(index_of(device))
+        compiler_version()
+    except UnsupportedError as error:
+        warnings.warn(f"warpring: path 'grouped' expands weights through torch, slower: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def _weights(experts: Experts | PackedExperts, name: str) -> _Weights:
