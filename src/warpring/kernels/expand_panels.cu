@@ -1,4 +1,5 @@
-// expand_panels.cu   out[e,h,r,:] = bf16(w[e,h,first + r,:])   from the tile layout (warpring/layout.py), for a library's GEMM
+// expand_panels.cu   out[e,h,r,:] = bf16(w[e,h,first + r,:])   from the tile layout (warpring/layout.py), for a
+// library's GEMM
 //
 // Grid     (panels of the slice / 8, num_experts); 8 warps a CTA, a warp owns a panel of 16 rows
 // Reads    records and scales of the slice once, a few records at a time through shared memory; nothing of an expert
@@ -8,8 +9,8 @@
 // Sync     waits for its predecessor before anything: it wrote ends, or still reads out; publishes nothing
 // Limits   cols % 32 == 0; rows of the slice whole panels
 //
-// Compile-time parameters (macros set by kernels/expand.py): WARPRING_FORMAT, a policy of tile_formats.cuh; WARPRING_COLS;
-// WARPRING_HALVES, 2 where a panel's upper 8 rows are those of the second half (gate, up), else 1.
+// Compile-time parameters (macros set by kernels/expand.py): WARPRING_FORMAT, a policy of tile_formats.cuh;
+// WARPRING_COLS; WARPRING_HALVES, 2 where a panel's upper 8 rows are those of the second half (gate, up), else 1.
 #include "formats.cuh"
 #include "tile_formats.cuh"
 
@@ -61,12 +62,14 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
         own[upper].scale = ld_scale_f32(gmem_matrix_scale + matrix);
         if (gmem_row_scale) own[upper].scale *= ld_scale_f32(gmem_row_scale + matrix * rows + first + row);
         own[upper].gmem_blocks = Format::kBlockScale
-            ? gmem_block_scale + (matrix * ceil_div(rows, kBlock) + (first + row) / kBlock) * ceil_div(kCols, kBlock)
-            : nullptr;
+                                     ? gmem_block_scale + (matrix * ceil_div(rows, kBlock) + (first + row) / kBlock) *
+                                                              ceil_div(kCols, kBlock)
+                                     : nullptr;
     }
 
     const int64_t panels = rows / kHalfRows;
-    const uint8_t* gmem = gmem_records + (expert * panels + first / kHalfRows + panel) * kRecords * Format::kRecordBytes;
+    const uint8_t* gmem =
+        gmem_records + (expert * panels + first / kHalfRows + panel) * kRecords * Format::kRecordBytes;
     uint8_t* smem = smem_stages[warp];
     for (int record = 0; record < kRecords; record += kStageRecords) {
         const int records = min(kStageRecords, kRecords - record), bytes = records * Format::kRecordBytes;

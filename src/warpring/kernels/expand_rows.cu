@@ -18,7 +18,8 @@ static_assert(kCols % 32 == 0, "rows are whole 16-byte chunks in every format");
 
 // Eight values to BF16, rounded once.
 __device__ __forceinline__ uint4 to_bf16x8(const float (&v)[8]) {
-    return {cvt_f32_bf16x2(v[1], v[0]), cvt_f32_bf16x2(v[3], v[2]), cvt_f32_bf16x2(v[5], v[4]), cvt_f32_bf16x2(v[7], v[6])};
+    return {cvt_f32_bf16x2(v[1], v[0]), cvt_f32_bf16x2(v[3], v[2]), cvt_f32_bf16x2(v[5], v[4]),
+            cvt_f32_bf16x2(v[7], v[6])};
 }
 
 // Eight E4M3 codes.
@@ -50,8 +51,8 @@ __device__ __forceinline__ float factor(Nvfp4, uint32_t scale, int p) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    expand_rows(const uint8_t* gmem_codes, const uint8_t* gmem_scale, const float* gmem_global, const int32_t* gmem_ends,
-                int32_t rows, int32_t first, int32_t count, uint16_t* gmem_out) {
+    expand_rows(const uint8_t* gmem_codes, const uint8_t* gmem_scale, const float* gmem_global,
+                const int32_t* gmem_ends, int32_t rows, int32_t first, int32_t count, uint16_t* gmem_out) {
     pdl_wait();
     const int expert = blockIdx.z;
     if (ld_routing(gmem_ends + expert) == (expert ? ld_routing(gmem_ends + expert - 1) : 0)) return;
