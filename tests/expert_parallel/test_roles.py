@@ -30,29 +30,28 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_every_kernel_compiles_for_hopper(problem: Problem) -> None:
-    for spec in role_specs(problem, torch.int64).all():
+    for spec in role_specs(problem).all():
         assert compile_kernel(spec, "sm_90a").registers <= 168, spec.entry
 
 
 def test_a_struct_of_another_size_does_not_compile() -> None:
     from warpring.errors import CompileError
 
-    spec = role_specs(FLASH, torch.int32).combine
+    spec = role_specs(FLASH).combine[torch.int32]
     macros = tuple((name, "8" if name == "WARPRING_EP_PARAMS_BYTES" else value) for name, value in spec.macros)
     with pytest.raises(CompileError, match=r"workspace\.py computes the same size"):
         compile_kernel(replace(spec, macros=macros), "sm_90a")
 
 
 def test_specs_follow_problem_and_index() -> None:
-    specs = role_specs(FLASH, torch.int32)
-    assert [spec.entry for spec in specs.all()] == ["ep_shared", "ep_dispatch", "ep_experts", "ep_combine"]
-    assert dict(specs.dispatch.macros)["WARPRING_INDEX"] == "int32_t"
-    assert dict(role_specs(FLASH, torch.int64).combine.macros)["WARPRING_INDEX"] == "int64_t"
-    assert role_specs(replace(FLASH, num_shared=0), torch.int64).shared is None
-    with pytest.raises(ArgumentError, match="index_dtype must be int32 or int64"):
-        role_specs(FLASH, torch.int16)
+    specs = role_specs(FLASH)
+    assert {spec.entry for spec in specs.all()} == {"ep_shared", "ep_dispatch", "ep_experts", "ep_combine"}
+    for by_dtype in (specs.dispatch, specs.combine):
+        names = {dtype: dict(spec.macros)["WARPRING_INDEX"] for dtype, spec in by_dtype.items()}
+        assert names == {torch.int32: "int32_t", torch.int64: "int64_t"}
+    assert role_specs(replace(FLASH, num_shared=0)).shared is None
     with pytest.raises(UnsupportedError, match="nvfp4"):
-        role_specs(replace(FLASH, format="nvfp4"), torch.int64)
+        role_specs(replace(FLASH, format="nvfp4"))
 
 
 # Launches
@@ -64,7 +63,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> Roles:
 
     monkeypatch.setattr(roles, "load", load)
     params = EpParams(comm_ctas=16, compute_ctas=116)
-    return Roles(problem, params, ctypes.c_uint64(5), torch.int64, 0, 132)  # pyright: ignore[reportArgumentType]
+    return Roles(problem, params, ctypes.c_uint64(5), 0, 132)  # pyright: ignore[reportArgumentType]
 
 
 def call_of(problem: Problem, *, rows: int = 3) -> Call:

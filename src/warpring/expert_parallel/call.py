@@ -45,9 +45,8 @@ def make_call(
     topk_weights: torch.Tensor,
     num_tokens: int | torch.Tensor | None,
     shared: torch.Tensor | None,
-    index_dtype: torch.dtype | None = None,
 ) -> Call:
-    """Check the arguments of a call; nothing has been sent when this raises. `index_dtype` is that of GPU kernels.
+    """Check the arguments of a call; nothing has been sent when this raises.
 
     Raises:
         ArgumentError: a rule of shape, dtype, device or range; ids and counts where they can be seen without waiting
@@ -67,11 +66,6 @@ def make_call(
         topk_idx.dtype in (torch.int32, torch.int64) and tuple(topk_idx.shape) == (rows, problem.topk),
         f"topk_idx must be int32 or int64 [num_tokens={rows}, topk={problem.topk}]; got {_is(topk_idx)}. Fill unused "
         "slots with -1.",
-    )
-    _rule(
-        index_dtype in (None, topk_idx.dtype),
-        f"topk_idx must be {index_dtype} as the layer was built for; got {_is(topk_idx)}. Build it with another "
-        "index_dtype, or cast.",
     )
     _rule(
         topk_weights.dtype.is_floating_point and topk_weights.shape == topk_idx.shape,

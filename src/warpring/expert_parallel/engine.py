@@ -21,7 +21,7 @@ from warpring.expert_parallel.packing import pack_ep
 from warpring.expert_parallel.partition import PartitionMode, Split, open_partition
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.rendezvous import Ranks
-from warpring.expert_parallel.roles import Roles, failure
+from warpring.expert_parallel.roles import INDEX_DTYPES, Roles, failure
 from warpring.expert_parallel.workspace import (
     make_params,
     pinned_error,
@@ -46,7 +46,6 @@ class Options:
     comm_sms: int | None = None
     num_slots: int | None = None
     partition: PartitionMode = "auto"
-    index_dtype: torch.dtype = torch.int64
     child_graph: bool = False
 
 
@@ -111,20 +110,21 @@ class KernelEngine:
         )
         combine_ctas = torch.cuda.get_device_properties(index).multi_processor_count
         arguments = self._packed.arguments()
-        self._roles = Roles(problem, params, arguments, self._options.index_dtype, index, combine_ctas)
+        self._roles = Roles(problem, params, arguments, index, combine_ctas)
         self._fork, self._join_comm, self._join_compute, self._end = (torch.cuda.Event() for _ in range(4))
         #: In which capture `_end` was recorded: None outside of one, -1 before the first call.
         self._end_capture: int | None = -1
 
     def _warm_up(self, problem: Problem) -> None:
-        """One call without tokens: kernels are loaded in their contexts, and peers seen, before a capture needs it."""
+        """Calls without tokens: kernels are loaded in their contexts, and peers seen, before a capture needs it."""
         torch.cuda.synchronize(self._device)
         self.ranks.barrier()
         empty = torch.empty(0, problem.hidden, dtype=torch.bfloat16, device=self._device)
-        ids = torch.empty(0, problem.topk, dtype=self._options.index_dtype, device=self._device)
-        call = Call(empty, ids, torch.empty(0, problem.topk, device=self._device), None, 0, None)
-        self.send(call)
-        self.receive(call, empty)
+        weights = torch.empty(0, problem.topk, device=self._device)
+        for dtype in INDEX_DTYPES:
+            call = Call(empty, weights.to(dtype), weights, None, 0, None)
+            self.send(call)
+            self.receive(call, empty)
         torch.cuda.synchronize(self._device)
         self.check()
 

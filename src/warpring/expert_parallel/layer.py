@@ -91,7 +91,6 @@ class ExpertParallelDecode:
         num_slots: int | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         partition: PartitionMode = "auto",
-        index_dtype: torch.dtype = torch.int64,
         child_graph: bool = False,
     ) -> None:
         """Meet the other ranks, compare what is to be built, and build it; a collective of the group.
@@ -105,7 +104,6 @@ class ExpertParallelDecode:
             num_slots: ring slots (see `plan_schedule`); None chooses.
             timeout: seconds that a rank waits for another, here and in every call.
             partition: how a GPU is shared between communication and compute, see `open_partition`.
-            index_dtype: dtype of topk_idx in calls on a GPU, int32 or int64.
             child_graph: in a capture, add the call as one explicit child graph, instead of capturing its launches.
 
         Raises:
@@ -122,13 +120,12 @@ class ExpertParallelDecode:
         self._pending: Handle | None = None
         self._number = 0
         self._unusable: str | None = None
-        self._ids = index_dtype if self._device.type != "cpu" else None
         if self._device.type == "cpu":
             engine = GlooEngine(problem, group, experts, shared, timeout)
         else:
             from warpring.expert_parallel.engine import KernelEngine, Options
 
-            options = Options(comm_sms, num_slots, partition, index_dtype, child_graph)
+            options = Options(comm_sms, num_slots, partition, child_graph)
             engine = KernelEngine(problem, group, experts, shared, timeout, options)
         self._engine: Engine | None = engine
         self.rank = engine.ranks.rank
@@ -214,7 +211,7 @@ class ExpertParallelDecode:
                     "call at a time. Receive it first, or build a second layer."
                 )
             engine = self._usable_engine()
-            call = make_call(self.problem, self._device, x, topk_idx, topk_weights, num_tokens, shared, self._ids)
+            call = make_call(self.problem, self._device, x, topk_idx, topk_weights, num_tokens, shared)
             if out is not None:
                 check_out(out, x)
             with self._poisons():

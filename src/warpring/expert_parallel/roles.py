@@ -22,35 +22,38 @@ from warpring.runtime.launch import load, pointer
 _i32, _i64, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 
 
+#: What topk_idx may be; kernels for each are loaded.
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
 @dataclass(frozen=True)
 class RoleSpecs:
     """The kernels of one layer.
 
     Attributes:
-        dispatch, experts, combine: role1, role2, role3.
+        dispatch, combine: role1 and role3, for each dtype of topk_idx.
+        experts: role2.
         shared: role4, where the problem has shared experts.
     """
 
-    dispatch: KernelSpec
+    dispatch: dict[torch.dtype, KernelSpec]
     experts: KernelSpec
-    combine: KernelSpec
+    combine: dict[torch.dtype, KernelSpec]
     shared: KernelSpec | None
 
     def all(self) -> tuple[KernelSpec, ...]:
         """Every kernel, to compile ahead."""
-        return tuple(spec for spec in (self.shared, self.dispatch, self.experts, self.combine) if spec is not None)
+        shared = () if self.shared is None else (self.shared,)
+        return (*shared, *self.dispatch.values(), self.experts, *self.combine.values())
 
 
 @lru_cache(maxsize=256)
-def role_specs(problem: Problem, index_dtype: torch.dtype) -> RoleSpecs:
-    """The kernels for a problem, with topk_idx of `index_dtype`. Needs no GPU.
+def role_specs(problem: Problem) -> RoleSpecs:
+    """The kernels for a problem. Needs no GPU.
 
     Raises:
-        ArgumentError: another index dtype.
         UnsupportedError: the kernels have no policy for the weights' format.
     """
-    if index_dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(f"role_specs: index_dtype must be int32 or int64; got {index_dtype}. Cast topk_idx.")
     common = (
         ("WARPRING_HIDDEN", str(problem.hidden)),
         ("WARPRING_INTERMEDIATE", str(problem.intermediate)),
@@ -62,11 +65,18 @@ def role_specs(problem: Problem, index_dtype: torch.dtype) -> RoleSpecs:
         ("WARPRING_ACTIVATION_FP8", "1" if problem.activation == "fp8" else "0"),
         ("WARPRING_EP_PARAMS_BYTES", str(ctypes.sizeof(EpParams))),
     )
-    index = (("WARPRING_INDEX", "int64_t" if index_dtype == torch.int64 else "int32_t"),)
+
+    def by_index(entry: str) -> dict[torch.dtype, KernelSpec]:
+        names = {torch.int32: "int32_t", torch.int64: "int64_t"}
+        return {
+            dtype: KernelSpec(f"{entry}.cu", entry, (*common, ("WARPRING_INDEX", names[dtype])))
+            for dtype in INDEX_DTYPES
+        }
+
     return RoleSpecs(
-        dispatch=KernelSpec("ep_dispatch.cu", "ep_dispatch", common + index),
+        dispatch=by_index("ep_dispatch"),
         experts=experts_spec(problem),
-        combine=KernelSpec("ep_combine.cu", "ep_combine", common + index),
+        combine=by_index("ep_combine"),
         shared=KernelSpec("ep_shared.cu", "ep_shared", common) if problem.num_shared else None,
     )
 
@@ -83,11 +93,10 @@ class Roles:
         problem: Problem,
         params: EpParams,
         weights: ctypes.Structure,
-        index_dtype: torch.dtype,
         device_index: int,
         combine_ctas: int,
     ) -> None:
-        specs = role_specs(problem, index_dtype)
+        specs = role_specs(problem)
         self.params = params
         self._weights = weights
         self._specs = specs
@@ -109,7 +118,9 @@ class Roles:
         rows = (*_rows(call.x), *_rows(call.topk_idx), *_rows(call.topk_weights))
         arguments = KernelArguments(self.params, *rows, *_count(call))
         behind = self._specs.shared is not None
-        return self._launch(self._specs.dispatch, self.params.comm_ctas, DISPATCH_THREADS, arguments, behind)
+        return self._launch(
+            self._specs.dispatch[call.topk_idx.dtype], self.params.comm_ctas, DISPATCH_THREADS, arguments, behind
+        )
 
     def experts(self) -> Launch:
         """role2."""
@@ -119,7 +130,7 @@ class Roles:
     def combine(self, call: Call, out: torch.Tensor) -> Launch:
         """role3."""
         arguments = KernelArguments(self.params, *_rows(out), *_rows(call.topk_idx), *_count(call))
-        return self._launch(self._specs.combine, self._combine_ctas, COMBINE_THREADS, arguments)
+        return self._launch(self._specs.combine[call.topk_idx.dtype], self._combine_ctas, COMBINE_THREADS, arguments)
 
     def _launch(
         self, spec: KernelSpec, grid: int, block: int, arguments: KernelArguments, programmatic: bool = False
