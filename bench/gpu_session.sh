@@ -81,7 +81,7 @@ for index in "${!steps[@]}"; do
     total=0
     for later in "${steps[@]:$index}"; do total=$((total + SHARE[$later])); done
     seconds=$(((within - SECONDS + start) * SHARE[$step] / total))
-    if [ "$seconds" -lt 20 ]; then
+    if [ "$seconds" -lt 5 ]; then
       echo "$step: left out, $seconds s are left for it"
       failed=1
       continue

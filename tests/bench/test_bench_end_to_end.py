@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,13 +146,34 @@ def test_buckets_beyond_the_time_budget_are_named(
 
 
 def test_path_that_fails_its_trial_is_tried_eagerly_and_then_left_out(
+    script: dict[str, Any], args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "warp" fails both ways, "grouped_mm" in a graph only."""
+
+    def trial(path: str, args: argparse.Namespace, eager: bool) -> subprocess.Popen[str]:
+        fails = path == "warp" or (path == "grouped_mm" and not eager)
+        code = f"print('chatter'); print('{path} is ill'); raise SystemExit({int(fails)})"
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setitem(script["try_paths"].__globals__, "trial", trial)
+    args.paths, args.eager = ["warp", "batched_mm", "grouped_mm"], []
+    said = script["try_paths"](args)
+    assert (args.paths, args.eager) == (["batched_mm", "grouped_mm"], ["grouped_mm"])
+    assert said == [
+        "warp, in a CUDA graph: warp is ill",
+        "grouped_mm, in a CUDA graph: grouped_mm is ill",
+        "warp, eagerly: warp is ill",
+    ]
+
+
+def test_trial_runs_one_layer_of_the_same_model_in_a_process_of_its_own(
     script: dict[str, Any], args: argparse.Namespace
 ) -> None:
-    args.paths, args.eager = ["warp", "batched_mm"], []
-    said = script["try_paths"](args)
-    assert (args.paths, args.eager) == (["batched_mm"], [])
-    assert [line.split(":")[0] for line in said] == ["warp, in a CUDA graph", "warp, eagerly"]
-    assert "path 'warp' needs CUDA tensors" in said[1]
+    process = script["trial"]("batched_mm", args, True)
+    out = process.communicate()[0]
+    assert process.returncode == 0, out
+    assert "h64xi32xe4xk2, 1 layers" in out
+    assert "transformers_batched_mm" in out
 
 
 @pytest.mark.gpu

@@ -90,10 +90,10 @@ def test_time_is_shared_out_and_the_scripts_are_told(session: Session) -> None:
 
 
 def test_step_that_overruns_its_share_is_ended_and_a_share_too_small_is_left_out(session: Session) -> None:
-    code, out = session.run("--within", "42", "decode", "end_to_end", slow="decode.py")
+    code, out = session.run("--within", "12", "decode", "end_to_end", slow="decode.py")
     assert code == 1
     assert "decode: exit code 124" in out
-    code, out = session.run("--within", "15", "ncu")
+    code, out = session.run("--within", "4", "ncu")
     assert code == 1
     assert "ncu: left out" in out
 
