@@ -24,7 +24,7 @@ def test_machine_and_partition_can_be_given(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--tokens", "0"], "--tokens must be counts of 1 to 256"),
+        (["--tokens", "0"], "--tokens must be counts of 1 to 256, as"),
         (["--tokens", "x"], "--tokens must be counts"),
         (["--machine", "h20"], "--machine must be one of h200, b300"),
         (["--read-gbs", "-1"], "read_gbs must be positive"),

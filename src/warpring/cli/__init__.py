@@ -16,7 +16,18 @@ from typing import NoReturn
 from warpring.errors import ArgumentError, WarpringError
 
 #: Modules of this package that register a subcommand, in the order in which help lists them.
-COMMANDS = ("generate", "verify", "bench", "tune", "quantize", "doctor", "precompile", "ep-plan", "ep-verify")
+COMMANDS = (
+    "generate",
+    "verify",
+    "bench",
+    "tune",
+    "quantize",
+    "doctor",
+    "precompile",
+    "ep-plan",
+    "ep-verify",
+    "ep-bench",
+)
 
 _DESCRIPTION = "Mixture-of-experts decode at the speed of memory."
 
@@ -37,6 +48,7 @@ ahead of time
 several GPUs
   warpring ep-plan --model deepseek-v4-flash --ranks 8        predicted time and partition
   warpring ep-verify         one rank; two: torchrun --nproc-per-node 2 -m warpring ep-verify
+  warpring ep-bench          likewise
 
 warpring COMMAND --help explains one command.
 """

@@ -51,12 +51,13 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from warpring.bench.shapes import parse_shape
+    from warpring.cli.ep_bench import parse_counts
     from warpring.expert_parallel.simulate import Workload, best_split, predict
 
     shape = parse_shape(args.shape or args.model or "deepseek-v4-flash")
     machine = _machine(args)
     rows: list[tuple[int, Prediction]] = []
-    for tokens in _token_counts(args.tokens):
+    for tokens in parse_counts("--tokens", args.tokens):
         load = Workload(
             shape.hidden, shape.intermediate, shape.num_experts, shape.topk,
             args.ranks, tokens, args.format, args.activation, args.skew,
@@ -82,16 +83,6 @@ def _machine(args: argparse.Namespace) -> Machine:
     if bad := [name for name, value in given.items() if value <= 0]:
         raise ArgumentError(f"{bad[0]} must be positive; got {given[bad[0]]}.")
     return replace(MACHINES[args.machine], **given)
-
-
-def _token_counts(text: str) -> list[int]:
-    try:
-        counts = [int(word) for word in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or not all(1 <= count <= 256 for count in counts):
-        raise ArgumentError(f"--tokens must be counts of 1 to 256 a rank, as in 1,8,64; got {text!r}.")
-    return counts
 
 
 def _table(title: str, rows: list[tuple[int, Prediction]]) -> Table:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from warpring.cli import seed
 from warpring.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     import torch
 
     from warpring.bench.ep_cases import Case, Outcome, Verifier
@@ -58,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from warpring.bench.ep_cases import FORMATS
-    from warpring.cli.bench import parse_list
+    from warpring.bench.torchrun import process_group
+    from warpring.cli.bench import choose_device, parse_list
 
     models = parse_list("--model", args.model or ",".join(FORMATS), tuple(FORMATS))
     forms = parse_list("--activation", args.activation, ("fp8", "bf16"))
@@ -67,35 +63,12 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("ep-verify: --replays and --checked must be at least 1.")
     console = Console(soft_wrap=True)
     met = True
-    with process_group(args.device) as (group, device):
+    with process_group(choose_device(args.device)) as (group, device):
         for model in models:
             for form in forms:
                 for num_shared in shared:
                     met &= _verify(args, console, group, device, model, form, num_shared)
     return 0 if met else 1
-
-
-@contextmanager
-def process_group(device: str | None) -> Generator[tuple[Any | None, torch.device]]:
-    """The group of torchrun's processes (None for one alone) and this process's device; taken down afterwards."""
-    import torch
-    import torch.distributed as dist
-
-    from warpring.cli.bench import choose_device
-
-    place = choose_device(device)
-    if place.type == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", place.index or 0)))
-        torch.cuda.set_device(place)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None, place
-        return
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    try:
-        yield dist.group.WORLD, place
-    finally:
-        dist.destroy_process_group()
 
 
 def _verify(

@@ -1,0 +1,411 @@
+"""Benchmark of one expert-parallel layer: every rank runs this, the slowest rank's time counts.
+
+A replay is a CUDA graph of several calls of the layer, each with inputs and a routing of its own, so that experts come
+from memory and not from cache. Ranks start every timed window together; a window's time is that of the slowest rank.
+Variants take turns, window by window. On CPUs (gloo) the calls are run one by one: the same code, for tests and a look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from warpring.bench.inputs import make_routing, random_experts
+from warpring.bench.read_peak import read_peak_gbs
+from warpring.bench.records import Record, record
+from warpring.bench.shapes import LayerShape
+from warpring.bench.timing import Timing, capture, percentiles
+from warpring.errors import ArgumentError, WarpringError
+from warpring.expert_parallel.baseline import AllToAllExpertParallel
+from warpring.expert_parallel.layer import ExpertParallelDecode
+from warpring.expert_parallel.problem import Problem
+from warpring.experts import Experts
+
+#: Calls of the layer in one replay, and the routings that they take turns with.
+CALLS, ROUTINGS = 16, 8
+#: Replays before, windows, and replays of a window: 100 replays in all.
+WARMUP, WINDOWS, REPLAYS = 10, 30, 3
+#: A variant whose output has a lower cosine with the all-to-all baseline is broken, and its time means nothing.
+LEAST_COSINE = 0.99
+_LINK_BYTES = 256 << 20
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the layer.
+
+    Attributes:
+        impl: "warpring"; "shared" for the same kernels in stream order on all multiprocessors; "nccl" for the
+            all-to-all baseline on BF16 weights.
+        comm_sms, num_slots, block_m: of `ExpertParallelDecode` and `Problem`; None leaves the choice to them.
+        partition: as in `ExpertParallelDecode`.
+        activation: "fp8" or "bf16".
+        shared: whether the model's shared experts are fused into the kernels.
+    """
+
+    impl: Literal["warpring", "shared", "nccl"] = "warpring"
+    comm_sms: int | None = None
+    num_slots: int | None = None
+    block_m: int | None = None
+    partition: Literal["auto", "green", "streams"] = "auto"
+    activation: Literal["fp8", "bf16"] = "fp8"
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call of one rank: x [T, hidden], topk_idx [T, topk] over all ranks' experts, topk_weights [T, topk]."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the slowest rank must do in a call, on average over the calls of a replay.
+
+    Attributes:
+        weight_bytes: distinct local experts that somebody wants.
+        wire_bytes: published rows that come from other ranks, once each.
+        pairs: (token, slot) pairs of all ranks together.
+        skew: pairs of the busiest rank over the mean.
+    """
+
+    weight_bytes: float
+    wire_bytes: float
+    pairs: float
+    skew: float
+
+
+@dataclass(frozen=True)
+class EpBench:
+    """What to bench.
+
+    Attributes:
+        shape: the layer; its experts are spread over the ranks of `group`.
+        format: number format of the routed weights.
+        group: the ranks, or None for one alone.
+        device: of this rank.
+        routing: "uniform" or "zipf".
+        skew: share of the pairs that falls on rank 0's experts, over an even share; 1 is even.
+        seed: of weights, inputs and routings.
+        windows: timed windows.
+    """
+
+    shape: LayerShape
+    format: str
+    group: Any | None
+    device: torch.device
+    routing: str = "uniform"
+    skew: float = 1.0
+    seed: int = 0
+    windows: int = WINDOWS
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return 0 if self.group is None else self.group.rank()
+
+    def run(self, tokens: Sequence[int], variants: Sequence[Variant]) -> Iterator[list[Record]]:
+        """Measure; yields one record a variant for each count of tokens a rank. A collective of the group.
+
+        Args:
+            tokens: tokens a rank, each 1 to 256.
+            variants: distinct; all are built at once and stay in memory.
+
+        Raises:
+            ArgumentError: tokens, variants or a skew that cannot be.
+            WarpringError: a variant whose output is not that of the baseline.
+        """
+        if not tokens or min(tokens) < 1 or not variants or len(set(variants)) < len(variants):
+            raise ArgumentError(
+                f"EpBench.run: needs tokens of at least 1 and distinct variants; got {list(tokens)}, {list(variants)}."
+            )
+        read_gbs, link_gbs = read_peak_gbs(self.device), self._link_gbs()
+        local = replace(self.shape, num_experts=self.shape.num_experts // self.num_ranks, topk=1)
+        experts = random_experts(local, self.format, self.device, self.seed + self.rank)
+        shared = self._shared_experts() if any(variant.shared for variant in variants) else None
+        layers = {variant: self._build(variant, experts, shared, max(tokens)) for variant in variants}
+        reference = AllToAllExpertParallel(experts, self.group) if self.num_ranks > 1 else None
+        try:
+            for count in tokens:
+                calls = [self._inputs(count, index) for index in range(ROUTINGS)]
+                load = self._load(calls, experts)
+                cosines = {variant: self._check(variant, layers[variant], reference, calls[0]) for variant in variants}
+                timings = self._time(layers, calls)
+                common = self._common(count, load, read_gbs, link_gbs)
+                yield [
+                    self._record(variant, layers[variant], load, timings[variant], cosines[variant], common)
+                    for variant in variants
+                ]
+        finally:
+            for layer in layers.values():
+                if isinstance(layer, ExpertParallelDecode):
+                    layer.close()
+
+    def problem(self, variant: Variant, max_tokens: int) -> Problem:
+        """The layer of a variant."""
+        return Problem(
+            hidden=self.shape.hidden,
+            intermediate=self.shape.intermediate,
+            num_experts=self.shape.num_experts,
+            topk=self.shape.topk,
+            num_ranks=self.num_ranks,
+            max_tokens_per_rank=max_tokens,
+            format=self.format,
+            activation=variant.activation,
+            gate=self.shape.activation,
+            num_shared=self.shape.shared_experts if variant.shared else 0,
+            has_bias=self.shape.has_bias,
+            block_m=variant.block_m,
+        )
+
+    def _shared_experts(self) -> Experts:
+        if not self.shape.shared_experts:
+            raise ArgumentError(
+                f"EpBench: {self.shape.name} has no shared experts; got a variant with shared=True. Leave it out."
+            )
+        shape = replace(self.shape, num_experts=self.shape.shared_experts, topk=1, has_bias=False)
+        return random_experts(shape, "fp8_block", self.device, self.seed - 1)
+
+    def _build(self, variant: Variant, experts: Experts, shared: Experts | None, max_tokens: int) -> Layer:
+        if variant.impl == "nccl":
+            w13, w2 = experts.dequantize(torch.bfloat16)
+            dense = Experts.from_dense(
+                w13, w2, format="bf16", activation=experts.activation,
+                w13_bias=None if experts.w13_bias is None else experts.w13_bias.flatten(1, 2), w2_bias=experts.w2_bias,
+            )  # fmt: skip
+            return AllToAllExpertParallel(dense, self.group)
+        return ExpertParallelDecode(
+            self.problem(variant, max_tokens),
+            self.group,
+            experts,
+            shared=shared if variant.shared else None,
+            comm_sms=variant.comm_sms,
+            num_slots=variant.num_slots,
+            partition="sequence" if variant.impl == "shared" else variant.partition,
+        )
+
+    def _inputs(self, count: int, index: int) -> Inputs:
+        seed = (self.seed * ROUTINGS + index) * self.num_ranks + self.rank
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(count, self.shape.hidden, generator=generator).bfloat16()
+        routing = make_routing(self.shape, count, self.routing, seed=seed)
+        topk_idx = routing.topk_idx
+        if self.skew > 1:
+            topk_idx = skewed(self.shape.num_experts, self.num_ranks, topk_idx.shape, self.skew, generator)
+        return Inputs(x.to(self.device), topk_idx.to(self.device), routing.topk_weights.to(self.device))
+
+    def _load(self, calls: Sequence[Inputs], experts: Experts) -> Load:
+        """The same on every rank: each looks at what all of them route where."""
+        weight = wire = pairs = skew = 0.0
+        expert_bytes = experts.bytes_per_expert
+        form = self.problem(Variant(), 1)
+        row_bytes = form.hidden_padded * form.activation_bytes + 4 * form.scales_per_token
+        for call in calls:
+            everyone = self._gather(call.topk_idx.cpu())
+            ranks = [idx // experts.num_experts for idx in everyone]
+            per_rank = torch.stack([torch.bincount(r.flatten(), minlength=self.num_ranks) for r in ranks])
+            distinct = torch.bincount(torch.cat(everyone).unique() // experts.num_experts, minlength=self.num_ranks)
+            rows = torch.tensor([
+                sum(int((r == reader).any(1).sum()) for owner, r in enumerate(ranks) if owner != reader)
+                for reader in range(self.num_ranks)
+            ])  # fmt: skip
+            received = per_rank.sum(0)
+            weight += float(distinct.max()) * expert_bytes
+            wire += float(rows.max()) * row_bytes
+            pairs += float(received.sum())
+            skew += float(received.max() / received.float().mean())
+        return Load(weight / len(calls), wire / len(calls), pairs / len(calls), skew / len(calls))
+
+    def _check(
+        self, variant: Variant, layer: Layer, reference: AllToAllExpertParallel | None, call: Inputs
+    ) -> float | None:
+        """Lowest cosine of a token with the baseline, over all ranks; None where the variant is or has none."""
+        if reference is None or variant.impl == "nccl" or variant.shared:
+            return None
+        wanted = reference(call.x, call.topk_idx, call.topk_weights).double()
+        got = layer(call.x, call.topk_idx, call.topk_weights).double()
+        mine = torch.nn.functional.cosine_similarity(wanted, got, dim=1).min().cpu()
+        lowest = float(min(self._gather(mine)))
+        if not lowest >= LEAST_COSINE:
+            raise WarpringError(f"EpBench: {variant} gives a cosine of {lowest:.6f} with the baseline.")
+        return lowest
+
+    def _time(self, layers: dict[Variant, Layer], calls: Sequence[Inputs]) -> dict[Variant, Timing]:
+        order = [calls[index % len(calls)] for index in range(CALLS if self.device.type == "cuda" else len(calls))]
+        replays = {variant: self._replay(variant, layer, order) for variant, layer in layers.items()}
+        samples: dict[Variant, list[float]] = {variant: [] for variant in layers}
+        for window in range(-1, self.windows):
+            for variant, replay in replays.items():
+                self._barrier()
+                mine = self._window(replay, WARMUP if window < 0 else REPLAYS) / len(order)
+                slowest = float(max(self._gather(torch.tensor(mine))))
+                if window >= 0:
+                    samples[variant].append(slowest)
+        return {variant: percentiles(taken) for variant, taken in samples.items()}
+
+    def _replay(self, variant: Variant, layer: Layer, order: Sequence[Inputs]) -> Callable[[], object]:
+        """All calls once: a graph where the layer can be captured, else one by one (the baseline asks the host)."""
+
+        def eager() -> None:
+            for call in order:
+                layer(call.x, call.topk_idx, call.topk_weights)
+
+        if self.device.type == "cpu" or variant.impl == "nccl":
+            eager()
+            return eager
+        return capture([eager]).replay
+
+    def _window(self, replay: Callable[[], object], count: int) -> float:
+        """Microseconds of one of `count` replays in a row; on a CPU of one."""
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            replay()
+            return (time.perf_counter() - start) * 1e6
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / count
+
+    def first_of_all(self, mine: float) -> float:
+        """Rank 0's number, on every rank."""
+        return float(self._gather(torch.tensor(mine, dtype=torch.float64))[0])
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's CPU tensor."""
+        if self.group is None:
+            return [mine]
+        found: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def _barrier(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.group is not None:
+            dist.barrier(group=self.group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _link_gbs(self) -> float:
+        """Rate of one rank's reads from its neighbour while all ranks read; 0 where there is no neighbour's GPU."""
+        if self.device.type != "cuda" or self.num_ranks == 1:
+            return 0.0
+        peer = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
+        if peer == torch.device("cuda", torch.cuda.current_device()):
+            return 0.0
+        far, near = (torch.empty(_LINK_BYTES, dtype=torch.uint8, device=place) for place in (peer, self.device))
+        near.copy_(far)
+        best = float("inf")
+        for _ in range(5):
+            self._barrier()
+            best = min(best, self._window(lambda: near.copy_(far), 4))
+        return float(min(self._gather(torch.tensor(_LINK_BYTES / best / 1e3))))
+
+    def _common(self, count: int, load: Load, read_gbs: float, link_gbs: float) -> dict[str, Any]:
+        """Fields that all variants share."""
+        fields = {
+            "model": self.shape.name,
+            "seed": self.seed,
+            "read_peak_gbs": round(read_gbs, 1),
+            "num_ranks": self.num_ranks,
+            "tokens_per_rank": count,
+            "experts_per_rank": self.shape.num_experts // self.num_ranks,
+            "topk": self.shape.topk,
+            "routing": self.routing,
+            "skew": round(load.skew, 3),
+            "weight_floor_us": _rounded(load.weight_bytes / read_gbs / 1e3),
+        }
+        if link_gbs:
+            fields["wire_floor_us"] = _rounded(load.wire_bytes / link_gbs / 1e3)
+        return fields
+
+    def _record(
+        self, variant: Variant, layer: Layer, load: Load, timing: Timing, cosine: float | None, common: dict[str, Any]
+    ) -> Record:
+        seconds = timing.p50_us * 1e-6
+        operations = 2 * 3 * load.pairs / self.num_ranks * self.shape.hidden * self.shape.intermediate
+        baseline = variant.impl == "nccl"
+        activation = "bf16" if baseline else variant.activation
+        fields: dict[str, Any] = {
+            **common,
+            "impl": variant.impl,
+            "format": "bf16" if baseline else self.format,
+            "repeats": timing.repeats,
+            "p10_us": timing.p10_us,
+            "p50_us": timing.p50_us,
+            "p90_us": timing.p90_us,
+            "wire": activation,
+            "activation": activation,
+            "shared_expert": "fused" if variant.shared else "none",
+            "tflops": _rounded(operations / seconds / 1e12),
+            "hbm_gbs": _rounded(load.weight_bytes / seconds / 1e9),
+        }
+        if cosine is not None:
+            fields["cosine_min"] = cosine
+        if isinstance(layer, ExpertParallelDecode):
+            fields["block_m"] = layer.problem.tokens_per_block
+            fields["overlap"] = variant.impl != "shared"
+            if variant.num_slots is not None:
+                fields["ring_blocks"] = variant.num_slots
+            if (counts := layer.sm_counts) is not None:
+                fields |= {"comm_sms": counts.comm_sms, "compute_sms": counts.compute_sms, "note": variant.partition}
+        return record("expert_parallel", device=self.device, **fields)
+
+
+def describe(rec: Record) -> str:
+    """One line of a record."""
+    split = f" {rec['comm_sms']}+{rec['compute_sms']}" if "comm_sms" in rec else ""
+    what = f"{rec['model']} {rec['format']} {rec['impl']}{split} act {rec['activation']} shared {rec['shared_expert']}"
+    time_us = f"{rec['p50_us']:.1f} us [{rec['p10_us']:.1f}, {rec['p90_us']:.1f}]"
+    cosine = f"  cosine {rec['cosine_min']:.6f}" if "cosine_min" in rec else ""
+    return (
+        f"{what} T={rec['tokens_per_rank']} skew {rec['skew']}  {time_us}  floor {rec['weight_floor_us']:.1f}{cosine}"
+    )
+
+
+def _rounded(value: float) -> float:
+    """To five digits: toy layers and whole models alike."""
+    return float(f"{value:.5g}")
+
+
+def skewed(
+    num_experts: int, num_ranks: int, size: Sequence[int], skew: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Random expert ids [num_tokens, topk], distinct in a token, `skew` times the even share of them on rank 0.
+
+    Raises:
+        ArgumentError: skew beyond the number of ranks, or more slots than rank 0 has experts while all are its.
+    """
+    local = num_experts // num_ranks
+    if not 1 <= skew <= num_ranks or (skew == num_ranks and size[1] > local):
+        raise ArgumentError(
+            f"skewed: skew must be 1 to num_ranks = {num_ranks}, and topk at most {local} where rank 0 gets all; got "
+            f"skew {skew}, topk {size[1]}."
+        )
+    # Each slot goes to rank 0 with probability skew / num_ranks; within a group of ranks experts are drawn evenly.
+    hot = torch.rand(*size, generator=generator) < skew / num_ranks
+    wanted = hot.sum(1, keepdim=True).clamp(max=local, min=size[1] - (num_experts - local))
+    hot = torch.arange(size[1]) < wanted
+    first = torch.rand(size[0], local, generator=generator).argsort(1)
+    others = torch.rand(size[0], num_experts - local, generator=generator).argsort(1) + local
+    place = torch.where(hot, torch.arange(size[1]), torch.arange(size[1]) - wanted).clamp(min=0)
+    cold = others.gather(1, place.clamp(max=others.shape[1] - 1)) if others.shape[1] else place
+    return torch.where(hot, first.gather(1, place.clamp(max=local - 1)), cold)

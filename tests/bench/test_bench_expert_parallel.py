@@ -1,0 +1,95 @@
+"""The expert-parallel bench on CPU ranks: what it counts, what it records, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from warpring.bench.expert_parallel import EpBench, Variant, skewed
+from warpring.bench.records import load
+from warpring.bench.shapes import LayerShape
+from warpring.errors import ArgumentError
+
+ROOT = Path(__file__).parents[2]
+SHAPE = LayerShape("h64xi96xe8xk3", 64, 96, 8, 3)
+
+_RANK = """
+import sys
+import torch
+from warpring.bench.expert_parallel import EpBench, Variant
+from warpring.bench.records import append
+from warpring.bench.shapes import LayerShape
+from warpring.bench.torchrun import process_group
+shape = LayerShape("h64xi96xe8xk3", 64, 96, 8, 3)
+with process_group(torch.device("cpu")) as (group, device):
+    bench = EpBench(shape, "fp8_block", group, device, skew=1.5, windows=3)
+    variants = [Variant(), Variant(activation="bf16"), Variant(impl="nccl")]
+    for measured in bench.run([1, 5], variants):
+        for rec in measured:
+            if bench.rank == 0:
+                append(sys.argv[1], rec)
+"""
+
+
+def test_two_ranks_write_one_record_a_variant_and_count(tmp_path: Path) -> None:
+    script, results = tmp_path / "rank.py", tmp_path / "out.jsonl"
+    script.write_text(_RANK)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = load(results)
+    assert [(rec["impl"], rec["activation"], rec["tokens_per_rank"]) for rec in records] == [
+        (impl, activation, tokens)
+        for tokens in (1, 5)
+        for impl, activation in (("warpring", "fp8"), ("warpring", "bf16"), ("nccl", "bf16"))
+    ]
+    for rec in records:
+        assert rec["experts_per_rank"] == 4
+        assert rec["repeats"] == 3
+        assert rec["hbm_gbs"] * rec["p50_us"] == pytest.approx(rec["weight_floor_us"] * rec["read_peak_gbs"], rel=0.01)
+        assert rec["p10_us"] <= rec["p50_us"] <= rec["p90_us"]
+        assert 1 <= rec["skew"] <= 2
+    assert all(rec["cosine_min"] > 0.99 for rec in records if rec["impl"] == "warpring")
+    by_form = {rec["activation"]: rec["cosine_min"] for rec in records if rec["impl"] == "warpring"}
+    assert by_form["bf16"] > by_form["fp8"]
+
+
+def test_one_rank_needs_no_group() -> None:
+    bench = EpBench(SHAPE, "mxfp4", None, torch.device("cpu"), windows=1)
+    ((rec,),) = bench.run([2], [Variant()])
+    assert (rec["num_ranks"], rec["experts_per_rank"], rec["skew"]) == (1, 8, 1.0)
+    assert "cosine_min" not in rec
+
+
+@pytest.mark.parametrize("skew", [1.0, 1.25, 1.6, 2.0])
+def test_skewed_routing_puts_that_share_on_rank_0(skew: float) -> None:
+    ids = skewed(64, 2, (4000, 6), skew, torch.Generator().manual_seed(1))
+    assert ids.sort(1).values.diff(dim=1).min() > 0, "distinct in a token"
+    assert (ids.min() >= 0) & (ids.max() < 64)
+    assert float((ids < 32).float().mean()) == pytest.approx(skew / 2, abs=0.01)
+    counts = torch.bincount(ids.flatten(), minlength=64).float()
+    assert counts[:32].max() < 1.2 * counts[:32].mean(), "even within a rank"
+
+
+def test_skewed_routing_with_few_experts_a_rank_stays_distinct() -> None:
+    ids = skewed(8, 2, (500, 6), 1.5, torch.Generator().manual_seed(2))
+    assert ids.sort(1).values.diff(dim=1).min() > 0
+    with pytest.raises(ArgumentError, match="topk at most 4"):
+        skewed(8, 2, (5, 6), 2.0, torch.Generator())
+    with pytest.raises(ArgumentError, match="skew must be 1 to num_ranks"):
+        skewed(8, 2, (5, 2), 2.5, torch.Generator())
+
+
+def test_impossible_asks_are_refused() -> None:
+    bench = EpBench(SHAPE, "mxfp4", None, torch.device("cpu"), windows=1)
+    for tokens, variants in (([], [Variant()]), ([0], [Variant()]), ([1], []), ([1], [Variant(), Variant()])):
+        with pytest.raises(ArgumentError, match=r"EpBench\.run: needs"):
+            next(bench.run(tokens, variants))
+    with pytest.raises(ArgumentError, match="has no shared experts"):
+        next(bench.run([1], [Variant(shared=True)]))
