@@ -24,8 +24,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "ep-bench",
         help="time expert-parallel decode on the ranks of torchrun",
         description="Time one expert-parallel layer: CUDA graphs of 16 calls with changing routings, 10 replays to "
-        "warm up, 30 windows, the slowest rank. Baselines: shared (the same kernels without partition, in stream order) and "
-        "nccl (all-to-alls around a grouped GEMM, BF16 weights). On CPUs it shows how it works, not how fast.",
+        "warm up, 30 windows, the slowest rank. Baselines: shared (the same kernels without partition, in stream "
+        "order) and nccl (all-to-alls around a grouped GEMM, BF16 weights). On CPUs it shows how it works, not how "
+        "fast.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
