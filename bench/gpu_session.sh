@@ -12,6 +12,7 @@
 # end_to_end   4                    end_to_end.jsonl: a whole model, every context and batch
 # ncu          1.5                  profile.jsonl: what bounds each kernel (needs ncu, and root or open counters)
 # classical    2                    decode.jsonl: the classical path beside warp and tile, for README's table
+# grouped      3                    grouped.jsonl: batches beyond decode, of which crossovers are made
 # accuracy     1                    accuracy.jsonl: every path against FP64
 #
 # Minutes are estimates until a run has confirmed them. A step's output is in build/gpu_session/STEP.log. A step that
@@ -20,8 +21,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-ALL=(compile decode peers end_to_end ncu classical accuracy)
-declare -A SHARE=([compile]=30 [decode]=180 [peers]=100 [end_to_end]=180 [ncu]=80 [classical]=90 [accuracy]=60)
+ALL=(compile decode peers end_to_end ncu classical grouped accuracy)
+declare -A SHARE=([compile]=30 [decode]=180 [peers]=100 [end_to_end]=180 [ncu]=80 [classical]=90 [grouped]=150 [accuracy]=60)
 STATE="${STATE:-build/gpu_session}"
 RESULTS="${RESULTS:-bench/results}"
 if [ -z "${PYTHON:-}" ]; then PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
@@ -32,7 +33,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --within) within="$2"; shift ;;
     --again) again=yes ;;
-    -h | --help) sed -n '2,22s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *)
       if [ -z "${SHARE[$1]:-}" ]; then echo "no step is called '$1'; there are: ${ALL[*]}" >&2; exit 2; fi
       steps+=("$1") ;;
@@ -52,6 +53,7 @@ run_step() {
     end_to_end) "$PYTHON" bench/end_to_end.py --output "$RESULTS/end_to_end.jsonl" --time-budget "$budget" ;;
     ncu) "$PYTHON" bench/ncu_profile.py --output "$RESULTS/profile.jsonl" ;;
     classical) "$PYTHON" bench/decode.py --output "$RESULTS/decode.jsonl" --time-budget "$budget" ;;
+    grouped) "$PYTHON" bench/grouped.py --output "$RESULTS/grouped.jsonl" --time-budget "$budget" ;;
     accuracy) "$PYTHON" -m warpring verify --jsonl "$RESULTS/accuracy.jsonl" ;;
   esac
 }
@@ -90,7 +92,7 @@ for index in "${!steps[@]}"; do
   begin=$SECONDS
   timeout -k 10 "$seconds" bash -c 'run_step "$@"' step "$step" "$seconds" >"$STATE/$step.log" 2>&1
   code=$?
-  # 1 from decode.py: rows were left out by the budget; what was measured is recorded, and the step is not finished.
+  # 1 from decode.py and grouped.py: rows were left out by the budget; what was measured is recorded, and the step is not finished.
   if [ "$code" -eq 0 ]; then touch "$STATE/$step.done"; else failed=1; fi
   echo "$step: exit code $code after $((SECONDS - begin)) s of $seconds; $STATE/$step.log"
   [ "$code" -eq 0 ] || tail -n 3 "$STATE/$step.log" | sed 's/^/    /'

@@ -75,6 +75,7 @@ def test_fastest_path_of_ours_stands_beside_the_fastest_peer_on_as_many_bytes() 
         decode(None, "vllm_triton", format="fp8_block", p50_us=23.0),
         decode(None, "flashinfer_cutlass", format="fp8_block", p50_us=20.0),
         decode(None, "vllm_triton", format="bf16", p50_us=5.0),
+        decode(None, "unheard-of", format="fp8_block", p50_us=1.0),
     ]
     first = rows("bar", records)[0]
     assert (first[4], first[5]) == ("tile", "8.0")

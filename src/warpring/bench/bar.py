@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from warpring.bench.adapters import ADAPTERS
 from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import OWN_IMPL, Record, newest
 
@@ -89,7 +90,7 @@ def bar(records: Sequence[Record]) -> str:
     for row in ROWS:
         ours = [r for r in points if _is_of(r, row, row.format) and r["impl"] == OWN_IMPL and r.get("path") in PATHS]
         peer_format = PEER_FORMAT.get(row.format, row.format)
-        peers = [r for r in points if _is_of(r, row, peer_format) and r["impl"] != OWN_IMPL]
+        peers = [r for r in points if _is_of(r, row, peer_format) and r["impl"] in ADAPTERS]
         best = min(ours, key=lambda rec: rec["p50_us"], default=None)
         peer = min(peers, key=lambda rec: rec["p50_us"], default=None)
         used += [rec for rec in (best, peer) if rec is not None]
