@@ -29,7 +29,7 @@ def num_stages(problem: Problem) -> tuple[int, int]:
     tokens = _up(block * CHUNK_COLUMNS * element + 2 * block * 4 + info)
     partial_bytes = 2 if problem.activation == "fp8" else 4
     turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
-    fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + _QUEUED_TASKS * (_TASK_BYTES + 16) + 256
+    fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + _QUEUED_TASKS * (_TASK_BYTES + 16) + 32
     token_stages = min(max(_WANTED_TOKEN_BYTES // tokens, _LEAST_TOKEN_STAGES), _MOST_TOKEN_STAGES)
     left = SMEM_BYTES - fixed - token_stages * (tokens + 16)
     return min(left // (weights + 16), _MOST_WEIGHT_STAGES), token_stages

@@ -47,8 +47,8 @@ __device__ __forceinline__ const uint8_t* task_weights(const EpWeights& weights,
 
 __device__ __forceinline__ void produce_weights(const EpParams& params, const EpWeights& weights, Smem& smem,
                                                 const EpSync& sync, uint64_t block_base) {
-    Ring<kTasks> tasks;
-    Ring<kWeightStages> ring;
+    TaskRing tasks(smem_address(smem_start()));
+    WeightRing ring(smem_address(smem_start()));
     int num_blocks = -1;
     for (int index = blockIdx.x;; index += gridDim.x) {
         Task task{};
@@ -56,22 +56,21 @@ __device__ __forceinline__ void produce_weights(const EpParams& params, const Ep
             set_failed(smem);
             task.kind = kNoTask;
         }
-        wait_barrier(smem.tasks_empty[tasks.stage], tasks.parity ^ 1);
-        smem.tasks[tasks.stage] = task;
-        arrive(smem.tasks_full[tasks.stage]);
+        tasks.wait_empty();
+        smem_object<Task>(tasks.stage()) = task;
+        mbarrier_arrive(tasks.barrier());
         tasks.advance();
         if (task.kind == kNoTask) return;
         uint32_t bytes;
         const uint8_t* gmem = task_weights(weights, task, bytes);
         const int chunks = task.kind == kFirstGemm ? kHiddenChunks : kIntermediateChunks;
         for (int c = 0; c < chunks; ++c) {
-            wait_barrier(smem.weights_empty[ring.stage], ring.parity ^ 1);
-            const uint32_t full = smem_address(&smem.weights_full[ring.stage]);
+            ring.wait_empty();
             if (has_failed(smem)) {
-                mbarrier_arrive(full);
+                mbarrier_arrive(ring.barrier());
             } else {
-                mbarrier_arrive_expect_tx(full, bytes);
-                bulk_copy_once(smem_address(smem.weights[ring.stage]), gmem + c * int64_t(bytes), bytes, full);
+                mbarrier_arrive_expect_tx(ring.barrier(), bytes);
+                bulk_copy_once(ring.stage(), gmem + c * int64_t(bytes), bytes, ring.barrier());
             }
             ring.advance();
         }
@@ -79,7 +78,7 @@ __device__ __forceinline__ void produce_weights(const EpParams& params, const Ep
 }
 
 // One chunk of a task's tokens: image, scales, and behind the last chunk the block's info.
-__device__ __forceinline__ void copy_tokens(const EpParams& params, Smem& smem, const Task& task, int chunk, bool last, int stage) {
+__device__ __forceinline__ void copy_tokens(const EpParams& params, const Task& task, int chunk, bool last, const TokenRing& ring) {
     const int width = block_width(task.count);
     const bool first = task.kind == kFirstGemm;
     const bool half = !first && 2 * chunk + 1 == kNeuronTasks;  // the last chunk of an odd number of act chunks
@@ -92,11 +91,10 @@ __device__ __forceinline__ void copy_tokens(const EpParams& params, Smem& smem, 
     const uint32_t image_bytes = half ? chunk_bytes / 2 : chunk_bytes;
     const uint32_t scale_bytes = (first || half ? 1 : 2) * kBlockM * 4;
     const uint32_t info_bytes = last ? sizeof(RingInfo) : 0;
-    const uint32_t smem_stage = smem_address(smem.tokens[stage]), full = smem_address(&smem.tokens_full[stage]);
-    mbarrier_arrive_expect_tx(full, image_bytes + scale_bytes + info_bytes);
-    bulk_copy(smem_stage, gmem_image, image_bytes, full);
-    bulk_copy(smem_stage + kTokenScales, gmem_scale, scale_bytes, full);
-    if (last) bulk_copy(smem_stage + kTokenInfo, &ring_info(params, task.slot), info_bytes, full);
+    mbarrier_arrive_expect_tx(ring.barrier(), image_bytes + scale_bytes + info_bytes);
+    bulk_copy(ring.stage(), gmem_image, image_bytes, ring.barrier());
+    bulk_copy(ring.stage() + kTokenScales, gmem_scale, scale_bytes, ring.barrier());
+    if (last) bulk_copy(ring.stage() + kTokenInfo, &ring_info(params, task.slot), info_bytes, ring.barrier());
 }
 
 // Which act chunks of a block are there, of those in `wanted` all.
@@ -110,12 +108,12 @@ __device__ __forceinline__ bool wait_act(const EpParams& params, const EpSync& s
 }
 
 __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& smem, const EpSync& sync) {
-    Ring<kTasks> tasks;
-    Ring<kTokenStages> ring;
+    TaskRing tasks(smem_address(smem_start()));
+    TokenRing ring(smem_address(smem_start()));
     while (true) {
-        wait_barrier(smem.tasks_full[tasks.stage], tasks.parity);
-        const Task task = smem.tasks[tasks.stage];
-        arrive(smem.tasks_empty[tasks.stage]);
+        tasks.wait_full();
+        const Task task = smem_object<Task>(tasks.stage());
+        tasks.arrive_empty_if(true);
         tasks.advance();
         if (task.kind == kNoTask) return;
         const bool first = task.kind == kFirstGemm;
@@ -129,9 +127,9 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
         for (int c = 0; c < chunks; ++c) {
             if (!first && !failed) failed = !wait_act(params, sync, task, uint64_t(3) << 2 * c & kAllNeuronTasks, there);
             if (failed) set_failed(smem);
-            wait_barrier(smem.tokens_empty[ring.stage], ring.parity ^ 1);
-            if (failed) arrive(smem.tokens_full[ring.stage]);
-            else copy_tokens(params, smem, task, c, c == chunks - 1, ring.stage);
+            ring.wait_empty();
+            if (failed) mbarrier_arrive(ring.barrier());
+            else copy_tokens(params, task, c, c == chunks - 1, ring);
             ring.advance();
         }
     }
@@ -140,37 +138,35 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
 // ---- the consumers -------------------------------------------------------------------------------------------------
 
 template <int N, class Format>
-__device__ __forceinline__ void do_task(const EpParams& params, const EpWeights& weights, Consumer& me, const Task& task,
-                                        const Place& at) {
-    int stage;
+__device__ __forceinline__ void do_task(const EpParams& params, const EpWeights& weights, Smem& smem, Consumer& me,
+                                        const Task& task, const Place& at) {
+    TokenStage kept;
     if (task.kind == kFirstGemm) {
         Products<N, Format, false> products(me);
-        stage = products.run();
-        finish_first<N>(params, weights, me.smem, task, *reinterpret_cast<const RingInfo*>(me.smem.tokens[stage] + kTokenInfo),
-                        at, products.sum);
+        kept = products.run();
+        finish_first<N>(params, weights, smem, task, smem_object<RingInfo>(kept.address + kTokenInfo), at, products.sum);
     } else {
         Products<N, Format, true> products(me);
-        stage = products.run();
-        finish_second<N>(params, weights, me.smem, task, *reinterpret_cast<const RingInfo*>(me.smem.tokens[stage] + kTokenInfo),
-                         at, products.sum);
+        kept = products.run();
+        finish_second<N>(params, weights, smem, task, smem_object<RingInfo>(kept.address + kTokenInfo), at, products.sum);
     }
     __syncwarp();
-    arrive_if(me.smem.tokens_empty[stage], me.lane == 0);
+    TokenRing::release(kept.barrier, me.lane == 0);
 }
 
 template <class Format>
-__device__ __forceinline__ void do_task_of_width(const EpParams& params, const EpWeights& weights, Consumer& me,
+__device__ __forceinline__ void do_task_of_width(const EpParams& params, const EpWeights& weights, Smem& smem, Consumer& me,
                                                  const Task& task, const Place& at) {
     const int width = block_width(task.count);
-    if (width == 8) do_task<8, Format>(params, weights, me, task, at);
+    if (width == 8) do_task<8, Format>(params, weights, smem, me, task, at);
     if constexpr (kBlockM >= 16) {
-        if (width == 16) do_task<16, Format>(params, weights, me, task, at);
+        if (width == 16) do_task<16, Format>(params, weights, smem, me, task, at);
     }
     if constexpr (kBlockM >= 32) {
-        if (width == 32) do_task<32, Format>(params, weights, me, task, at);
+        if (width == 32) do_task<32, Format>(params, weights, smem, me, task, at);
     }
     if constexpr (kBlockM >= 64) {
-        if (width == 64) do_task<64, Format>(params, weights, me, task, at);
+        if (width == 64) do_task<64, Format>(params, weights, smem, me, task, at);
     }
 }
 
@@ -184,21 +180,22 @@ __device__ __forceinline__ Task uniform(const Task& task) {
 
 __device__ __forceinline__ void consume(const EpParams& params, const EpWeights& weights, Smem& smem) {
     const Place at{int(threadIdx.x) / kLanes, int(threadIdx.x) % kLanes, int(threadIdx.x)};
-    Consumer me{smem, at.warp, at.lane, {}, {}};
-    Ring<kTasks> tasks;
+    const uint32_t base = smem_address(smem_start());
+    Consumer me{base, at.warp, at.lane, WeightRing(base), TokenRing(base)};
+    TaskRing tasks(base);
     while (true) {
-        wait_barrier(smem.tasks_full[tasks.stage], tasks.parity);
-        const Task task = uniform(smem.tasks[tasks.stage]);
-        arrive_if(smem.tasks_empty[tasks.stage], at.lane == 0);
+        tasks.wait_full();
+        const Task task = uniform(smem_object<Task>(tasks.stage()));
+        tasks.arrive_empty_if(at.lane == 0);
         tasks.advance();
         if (task.kind == kNoTask) break;
         if constexpr (kNumShared > 0) {
             if (task.expert >= kLocalExperts) {
-                do_task_of_width<Shared>(params, weights, me, task, at);
+                do_task_of_width<Shared>(params, weights, smem, me, task, at);
                 continue;
             }
         }
-        do_task_of_width<Routed>(params, weights, me, task, at);
+        do_task_of_width<Routed>(params, weights, smem, me, task, at);
     }
     consumers_sync();
     if (at.thread < params.peers.num_ranks && !has_failed(smem)) signal_done(params, at.thread);
@@ -206,21 +203,20 @@ __device__ __forceinline__ void consume(const EpParams& params, const EpWeights&
 
 __device__ __forceinline__ void set_up(Smem& smem) {
     if (threadIdx.x == 0) {
-        const auto init = [](const uint64_t& barrier, uint32_t arrivals) { mbarrier_init(smem_address(&barrier), arrivals); };
-        for (int s = 0; s < kWeightStages; ++s) init(smem.weights_full[s], 1), init(smem.weights_empty[s], kConsumerWarps);
-        for (int s = 0; s < kTokenStages; ++s) init(smem.tokens_full[s], 1), init(smem.tokens_empty[s], kConsumerWarps);
-        for (int s = 0; s < kTasks; ++s) init(smem.tasks_full[s], 1), init(smem.tasks_empty[s], kConsumerWarps + 1);
+        const uint32_t base = smem_address(smem_start());
+        WeightRing(base).init(kConsumerWarps);
+        TokenRing(base).init(kConsumerWarps);
+        TaskRing(base).init(kConsumerWarps + 1);
         fence_mbarrier_init();
         smem.failed = 0;
     }
-    for (int i = threadIdx.x; i < kLutEntries * 8; i += kThreads) smem.lut[i / 8][i % 8] = lut_byte(i / 8, i % 8);
+    for (int i = threadIdx.x; i < kLutBytes; i += kThreads) smem_start()[i] = lut_byte(i / 8, i % 8);
     __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ep_experts(const __grid_constant__ EpParams params, const __grid_constant__ EpWeights weights) {
-    extern __shared__ __align__(128) uint8_t smem_bytes[];
-    Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+    Smem& smem = smem_of_cta();
     set_up(smem);
     if (uniform(threadIdx.x / kLanes) < kConsumerWarps) {
         registers_more<kConsumerRegisters>();

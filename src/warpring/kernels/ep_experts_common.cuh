@@ -7,7 +7,6 @@
 //   WARPRING_SMEM_BYTES      dynamic shared memory of a CTA
 #pragma once
 #include "ep_weights.cuh"
-#include "ep_wgmma_ptx.cuh"
 
 #ifndef WARPRING_SHARED_FORMAT
 #define WARPRING_SHARED_FORMAT WARPRING_FORMAT
@@ -56,39 +55,68 @@ struct Task {
 };
 enum TaskKind : int32_t { kNoTask = 0, kFirstGemm = 1, kSecondGemm = 2 };
 
-struct alignas(128) Smem {
-    uint8_t weights[kWeightStages][kWeightStageBytes];
-    uint8_t tokens[kTokenStages][kTokenStageBytes];
-    alignas(16) uint8_t turn[kTurnBytes];
+// Byte offsets in a CTA's shared memory: the LUT (at 0: an entry's address is its offset), the two rings, the queue, barriers
+// (full then empty of each ring), the rest.
+constexpr uint32_t kWeightsAt = kLutBytes;
+constexpr uint32_t kTokensAt = kWeightsAt + kWeightStages * kWeightStageBytes;
+constexpr uint32_t kTasksAt = kTokensAt + kTokenStages * kTokenStageBytes;
+constexpr uint32_t kWeightBarriersAt = kTasksAt + kTasks * sizeof(Task);
+constexpr uint32_t kTokenBarriersAt = kWeightBarriersAt + kWeightStages * 16;
+constexpr uint32_t kTaskBarriersAt = kTokenBarriersAt + kTokenStages * 16;
+constexpr uint32_t kRestAt = kTaskBarriersAt + kTasks * 16;
+struct alignas(16) Smem {
+    uint8_t turn[kTurnBytes];
     alignas(16) uint32_t amax[kBlockM][kConsumerWarps];
-    alignas(16) uint8_t lut[kLutEntries][8];
-    Task tasks[kTasks];
-    uint64_t weights_full[kWeightStages], weights_empty[kWeightStages];
-    uint64_t tokens_full[kTokenStages], tokens_empty[kTokenStages];
-    uint64_t tasks_full[kTasks], tasks_empty[kTasks];
     int32_t failed;  // set before the stages that hold no data: what follows is not published
 };
-static_assert(sizeof(Smem) <= WARPRING_SMEM_BYTES, "experts_kernel.py asks for as much");
+static_assert(kRestAt + sizeof(Smem) <= WARPRING_SMEM_BYTES, "experts_kernel.py asks for as much");
 
-// Where a role stands in a ring of stages. `parity` is that of the phase which fills the stage.
-template <int stages>
+__device__ __forceinline__ uint8_t* smem_start() {
+    extern __shared__ __align__(128) uint8_t smem_bytes[];
+    return smem_bytes;
+}
+__device__ __forceinline__ Smem& smem_of_cta() { return *reinterpret_cast<Smem*>(smem_start() + kRestAt); }
+// What lies at an address of shared memory.
+template <class T>
+__device__ __forceinline__ T& smem_object(uint32_t address) {
+    return *reinterpret_cast<T*>(smem_start() + (address - smem_address(smem_start())));
+}
+
+// Where a role stands in a ring: addresses in shared memory, so that a step costs few instructions. `parity` is that of the
+// phase in which the stage is filled. Waits inside a CTA end because every producer's own waits are bounded: after a failure
+// they complete all stages empty.
+template <int stages, uint32_t bytes, uint32_t first, uint32_t full>
 struct Ring {
-    int stage = 0;
+    static constexpr uint32_t kToEmpty = 8 * stages;
+    uint32_t base;  // of the CTA's shared memory
+    uint32_t index = 0;
     uint32_t parity = 0;
+
+    __device__ __forceinline__ explicit Ring(uint32_t smem) : base(smem) {}
+    __device__ __forceinline__ uint32_t stage() const { return base + first + index * bytes; }
+    __device__ __forceinline__ uint32_t barrier() const { return base + full + index * 8; }
+    // One thread, before anyone uses it.
+    __device__ __forceinline__ void init(uint32_t empty_arrivals) const {
+        for (int s = 0; s < stages; ++s) {
+            mbarrier_init(barrier() + 8 * s, 1);
+            mbarrier_init(barrier() + kToEmpty + 8 * s, empty_arrivals);
+        }
+    }
+    __device__ __forceinline__ void wait_full() const { mbarrier_wait(barrier(), parity); }
+    __device__ __forceinline__ void wait_empty() const { mbarrier_wait(barrier() + kToEmpty, parity ^ 1); }
+    __device__ __forceinline__ void arrive_empty_if(bool arrives) const { release(barrier(), arrives); }
+    // The stage whose "full" is at `barrier` has been read.
+    static __device__ __forceinline__ void release(uint32_t barrier, bool arrives) {
+        mbarrier_arrive_if(barrier + kToEmpty, arrives);
+    }
     __device__ __forceinline__ void advance() {
-        stage = stage + 1 == stages ? 0 : stage + 1;
-        parity ^= stage == 0;
+        index = index + 1 == stages ? 0 : index + 1;
+        parity ^= index == 0;
     }
 };
-
-// Waits inside a CTA end because every producer's own waits are bounded: after a failure they complete all stages empty.
-__device__ __forceinline__ void wait_barrier(const uint64_t& smem_barrier, uint32_t parity) {
-    mbarrier_wait(smem_address(&smem_barrier), parity);
-}
-__device__ __forceinline__ void arrive(const uint64_t& smem_barrier) { mbarrier_arrive(smem_address(&smem_barrier)); }
-__device__ __forceinline__ void arrive_if(const uint64_t& smem_barrier, bool arrives) {
-    mbarrier_arrive_if(smem_address(&smem_barrier), arrives);
-}
+using WeightRing = Ring<kWeightStages, kWeightStageBytes, kWeightsAt, kWeightBarriersAt>;
+using TokenRing = Ring<kTokenStages, kTokenStageBytes, kTokensAt, kTokenBarriersAt>;
+using TaskRing = Ring<kTasks, sizeof(Task), kTasksAt, kTaskBarriersAt>;
 
 // Whether a wait of this CTA has failed before the stage that this thread has waited for was filled.
 __device__ __forceinline__ bool has_failed(const Smem& smem) { return *const_cast<const volatile int32_t*>(&smem.failed) != 0; }

@@ -7,10 +7,15 @@
 #include "ep_experts_common.cuh"
 
 struct Consumer {
-    Smem& smem;
+    uint32_t base;   // of shared memory
     int warp, lane;  // of the 8 consumer warps
-    Ring<kWeightStages> weights;
-    Ring<kTokenStages> tokens;
+    WeightRing weights;
+    TokenRing tokens;
+};
+
+// A stage of tokens that is still in use: its address, and that of its barrier.
+struct TokenStage {
+    uint32_t address, barrier;
 };
 
 template <int N, class Format, bool kSecond>
@@ -25,7 +30,7 @@ struct Products {
     float part[2][N / 2];
     uint32_t a[2][kSteps][kStepRegisters];
     RowScales rows[2];
-    int stage[2];  // of the tokens that a group reads
+    TokenStage tokens[2];
 
     __device__ __forceinline__ explicit Products(Consumer& consumer) : me(consumer) {
 #pragma unroll
@@ -36,33 +41,34 @@ struct Products {
     template <int b>
     __device__ __forceinline__ void start(bool last) {
         constexpr int kPlace = kGroupsOfChunk == 1 ? 0 : b;  // of the group in its chunk
-        const uint32_t codes = smem_address(me.smem.weights[me.weights.stage]);
-        if (kPlace == 0) wait_barrier(me.smem.weights_full[me.weights.stage], me.weights.parity);
-        rows[b] = Format::scales(codes, me.warp, me.lane);
-        Format::template decode<kSteps>(codes, smem_address(me.smem.lut), rows[b], kPlace * kSteps, me.warp, me.lane, a[b]);
-        if (kPlace == 0) wait_barrier(me.smem.tokens_full[me.tokens.stage], me.tokens.parity);
-        stage[b] = me.tokens.stage;
-        const uint64_t image = b_descriptor(smem_address(me.smem.tokens[stage[b]]), N);
+        if (kPlace == 0) me.weights.wait_full();
+        rows[b] = Format::scales(me.weights.stage(), me.warp, me.lane);
+        Format::template decode<kSteps>(me.weights.stage(), smem_start(), rows[b], kPlace * kSteps, me.warp, me.lane, a[b]);
+        if (kPlace == 0) me.tokens.wait_full();
+        tokens[b] = {me.tokens.stage(), me.tokens.barrier()};
+        const uint64_t image = b_descriptor(me.tokens.stage(), N);
         warpgroup_arrive();
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) multiply(part[b], a[b][s], image + (kPlace * kSteps + s) * (kFp8 ? 2 : 4) * N, s > 0);
+        for (int s = 0; s < kSteps; ++s) multiply(part[b], a[b][s], image, kPlace * kSteps + s, s > 0);
         warpgroup_commit();
         if (kPlace == kGroupsOfChunk - 1 || last) {
             // The codes are in registers: the products that have been started have read them from there.
             __syncwarp();
-            arrive_if(me.smem.weights_empty[me.weights.stage], me.lane == 0);
+            me.weights.arrive_empty_if(me.lane == 0);
             me.weights.advance();
             me.tokens.advance();
         }
     }
 
-    // 32 columns: one product of E4M3, or two of FP16. A product reads 32 bytes of every token, 2 N units of 16 bytes.
-    static __device__ __forceinline__ void multiply(float (&d)[N / 2], const uint32_t (&a)[kStepRegisters], uint64_t image, int adds) {
+    // 32 columns, step `step` of the chunk: one product of E4M3, or two of FP16. A product reads 32 bytes of every token,
+    // 2 N units of 16 bytes.
+    static __device__ __forceinline__ void multiply(float (&d)[N / 2], const uint32_t (&a)[kStepRegisters], uint64_t image,
+                                                    int step, int adds) {
         if constexpr (kFp8) {
-            wgmma_e4m3<N>(d, a[0], a[1], a[2], a[3], image, adds);
+            wgmma_e4m3<N>(d, a[0], a[1], a[2], a[3], image + step * 2 * N, adds);
         } else {
-            wgmma_f16<N>(d, a[0], a[1], a[2], a[3], image, adds);
-            wgmma_f16<N>(d, a[4], a[5], a[6], a[7], image + 2 * N, 1);
+            wgmma_f16<N>(d, a[0], a[1], a[2], a[3], image + step * 4 * N, adds);
+            wgmma_f16<N>(d, a[4], a[5], a[6], a[7], image + (step * 4 * N + 2 * N), 1);
         }
     }
 
@@ -71,7 +77,7 @@ struct Products {
     __device__ __forceinline__ void finish(bool last) {
         constexpr int kPlace = kGroupsOfChunk == 1 ? 0 : b;
         hold(part[b]);
-        const uint32_t scales = smem_address(me.smem.tokens[stage[b]]) + kTokenScales + (kSecond ? kPlace : 0) * kBlockM * 4;
+        const uint32_t scales = tokens[b].address + kTokenScales + (kSecond ? kPlace : 0) * kBlockM * 4;
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) {
             const uint2 bits = ld_shared_64(scales + (8 * j + 2 * (me.lane % 4)) * 4);
@@ -80,12 +86,10 @@ struct Products {
             for (int i = 0; i < 4; ++i)
                 sum[4 * j + i] = fmaf(part[b][4 * j + i], (i < 2 ? rows[b].low : rows[b].high) * x[i % 2], sum[4 * j + i]);
         }
-        if (kPlace == kGroupsOfChunk - 1 && !last) release(stage[b]);
-    }
-
-    __device__ __forceinline__ void release(int token_stage) {
-        __syncwarp();
-        arrive_if(me.smem.tokens_empty[token_stage], me.lane == 0);
+        if (kPlace == kGroupsOfChunk - 1 && !last) {
+            __syncwarp();
+            TokenRing::release(tokens[b].barrier, me.lane == 0);
+        }
     }
 
     // `count` groups, one behind the other: while one is on the tensor cores the next is decoded. At the end none is: products
@@ -106,11 +110,11 @@ struct Products {
     }
 
     // All of the task's groups. Returns the stage of tokens that the caller releases after the epilogue.
-    __device__ __forceinline__ int run() {
+    __device__ __forceinline__ TokenStage run() {
         constexpr int kAtOnce = 4, kRest = (kGroups - 1) % kAtOnce + 1;
 #pragma unroll 1
         for (int i = 0; i < kGroups - kRest; i += kAtOnce) run_some<kAtOnce>(false);
         run_some<kRest>(true);
-        return stage[(kRest - 1) % 2];
+        return tokens[(kRest - 1) % 2];
     }
 };

@@ -8,6 +8,7 @@
 // WARPRING_ACTIVATION_FP8 chooses the operands: E4M3 (4 registers for 32 columns) or FP16 (8, for two products of 16).
 #pragma once
 #include "ep_common.cuh"
+#include "ep_wgmma_ptx.cuh"
 
 // What role2 is handed beside EpParams; mirrored by packing.py (ctypes).
 struct EpWeights {
@@ -68,7 +69,7 @@ __device__ __forceinline__ void e4m3_operands(uint4 codes, uint32_t (&a)[kStepRe
 struct EpE4m3Codes {
     static constexpr int kCodeBytes = 128 * 128;
     template <int steps>
-    static __device__ __forceinline__ void decode(uint32_t smem, uint32_t, const RowScales&, int first_step, int warp, int lane,
+    static __device__ __forceinline__ void decode(uint32_t smem, const uint8_t*, const RowScales&, int first_step, int warp, int lane,
                                                   uint32_t (&a)[steps][kStepRegisters]) {
 #pragma unroll
         for (int s = 0; s < steps; ++s)
@@ -109,15 +110,15 @@ struct EpMxfp4 {
     // bits lower.
     static __device__ __forceinline__ void bytes(uint32_t word, uint2 lut, uint32_t& first, uint32_t& second) {
         const uint32_t magnitudes = word & 0x77777777u;
-        first = __byte_perm(lut.x, lut.y, magnitudes) | (word & 0x80808080u);
-        second = __byte_perm(lut.x, lut.y, magnitudes >> 16) | ((word << 4) & 0x80808080u);
+        first = pick_bytes(lut.x, lut.y, magnitudes) | (word & 0x80808080u);
+        second = pick_bytes(lut.x, lut.y, magnitudes >> 16) | ((word << 4) & 0x80808080u);
     }
-    static __device__ __forceinline__ uint2 lut_entry(uint32_t smem_lut, uint32_t shifts, int step) {
-        return ld_shared_64(smem_lut + ((step == 0 ? shifts << 3 : shifts >> (4 * step - 3)) & 0x78u));
+    static __device__ __forceinline__ uint2 lut_entry(const uint8_t* smem_lut, uint32_t shifts, int step) {
+        return *reinterpret_cast<const uint2*>(smem_lut + ((step == 0 ? shifts << 3 : shifts >> (4 * step - 3)) & 0x78u));
     }
 
     template <int steps>
-    static __device__ __forceinline__ void decode(uint32_t smem, uint32_t smem_lut, const RowScales& rows, int first_step,
+    static __device__ __forceinline__ void decode(uint32_t smem, const uint8_t* smem_lut, const RowScales& rows, int first_step,
                                                   int warp, int lane, uint32_t (&a)[steps][kStepRegisters]) {
         static_assert(steps % 2 == 0, "16 bytes of a lane are two steps");
 #pragma unroll

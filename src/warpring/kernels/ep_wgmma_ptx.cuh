@@ -85,7 +85,7 @@ __device__ __forceinline__ void wgmma_f16(float (&d)[N / 2], uint32_t a0, uint32
 #undef WARPRING_SUMS4
 
 // Descriptor of an operand B without swizzle, K-major: 16 bytes of K of 8 columns are 128 contiguous bytes, the next 8
-// columns follow, the next 16 bytes of K lie `columns` * 16 bytes on.
+// columns follow, the next 16 bytes of K lie `columns` * 16 bytes on. Add n to go n units of 16 bytes further.
 __device__ __forceinline__ uint64_t b_descriptor(uint32_t smem, int columns) {
     constexpr uint64_t kNextColumns = 128 >> 4;
     return uint64_t(smem >> 4) | uint64_t(columns) << 16 | kNextColumns << 32;
@@ -116,6 +116,14 @@ __device__ __forceinline__ void registers_more() {
 template <int count>
 __device__ __forceinline__ void registers_fewer() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// Four bytes of the eight {low, high}: byte i is the one that nibble i of the selector names; its upper 16 bits are ignored,
+// and bit 3 of a nibble must be 0. Assembly, since the compiler would mask the selector a second time.
+__device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+    uint32_t v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(selector));
+    return v;
 }
 
 // ---- barriers and copies -------------------------------------------------------------------------------------------
