@@ -402,11 +402,14 @@ def main() -> int:
             if args.time_budget is not None and time.monotonic() - start > args.time_budget:
                 left_out.append(f"{bucket}: the time budget is spent")
                 continue
-            inputs = make_inputs(model, batch, context, args.seed, args.device)
-            for rec in measure_bucket(forms, inputs, args, shape):
+            try:
+                recs = measure_bucket(forms, make_inputs(model, batch, context, args.seed, args.device), args, shape)
+            except torch.OutOfMemoryError as error:
+                left_out.append(f"{bucket}: {str(error).splitlines()[0]}")
+                continue
+            for rec in recs:
                 append(args.output, rec)
                 print(row(rec), flush=True)
-            del inputs
     print("\n".join(("", "left out:", *left_out)) if left_out else "")
     return 0
 

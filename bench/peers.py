@@ -36,8 +36,6 @@ from warpring.reference import moe_exact
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
 #: FlashInfer's mono_moe serves the second shape alone.
 MODELS = "qwen3-30b-a3b,h2048xi512xe256xk8"
-#: Batches of a trial: a peer may take one way for few tokens and another for many.
-TRIED = (2, 32)
 TRIAL_SECONDS = 180
 
 
@@ -59,14 +57,13 @@ def main() -> int:
     parser.add_argument("--trial", action="store_true", help="try the one peer of --peers and say how it went, as JSON")
     args = parser.parse_args()
     if args.trial:
-        print(json.dumps(try_peer(args.peers[0], args.models[0], args.formats[0], args.device)))
+        batches = [int(batch) for batch in args.batches]
+        print(json.dumps(try_peer(args.peers[0], args.models[0], args.formats[0], batches, args.device)))
         return 0
     start = time.monotonic()
     verdicts: dict[str, list[str]] = {name: [] for name in args.peers}
     trials = {
-        (model, format): start_trials(args.peers, model, format, args.device, verdicts)
-        for model in args.models
-        for format in args.formats
+        (model, format): start_trials(args, model, format, verdicts) for model in args.models for format in args.formats
     }
     # Every trial ends before anything is timed.
     able = {key: finish_trials(running, *key, args.device, verdicts) for key, running in trials.items()}
@@ -97,7 +94,7 @@ def measure(args: argparse.Namespace, model: str, format: str, peers: list[Peer]
     return []
 
 
-def try_peer(name: str, model: str, format: str, device: torch.device) -> dict[str, Any]:
+def try_peer(name: str, model: str, format: str, batches: list[int], device: torch.device) -> dict[str, Any]:
     """Run one peer on one layer: `error`, or its least `cosine` and whether it is `capturable`."""
     shape = parse_shape(model)
     peers, left_out = find_peers([name], shape, format, device)
@@ -107,9 +104,8 @@ def try_peer(name: str, model: str, format: str, device: torch.device) -> dict[s
     experts = random_experts(shape, format, device, seed=0)
     weights = peer.prepare(experts)
     cosine, capturable = 1.0, True
-    for num_tokens in TRIED:
-        if num_tokens > peer.most_tokens:
-            continue
+    # All of them: a peer may take one way for few tokens and another for many.
+    for num_tokens in [batch for batch in batches if batch <= peer.most_tokens]:
         routing = make_routing(shape, num_tokens, seed=1).to(device)
         x = torch.randn(num_tokens, shape.hidden, device=device, dtype=torch.bfloat16)
         out = torch.full_like(x, torch.nan)
@@ -131,13 +127,14 @@ def try_peer(name: str, model: str, format: str, device: torch.device) -> dict[s
 
 
 def start_trials(
-    names: list[str], model: str, format: str, device: torch.device, verdicts: dict[str, list[str]]
+    args: argparse.Namespace, model: str, format: str, verdicts: dict[str, list[str]]
 ) -> dict[str, subprocess.Popen[str]]:
     """A process for each peer that may serve this layer, all running at once; the others' verdicts say why not."""
-    command = [sys.executable, __file__, "--trial", "--models", model, "--formats", format, "--device", str(device)]
+    layer = ["--models", model, "--formats", format, "--batches", ",".join(args.batches), "--device", str(args.device)]
+    command = [sys.executable, __file__, "--trial", *layer]
     running: dict[str, subprocess.Popen[str]] = {}
-    for name in names:
-        reason = why_not(name, parse_shape(model), format, device)
+    for name in args.peers:
+        reason = why_not(name, parse_shape(model), format, args.device)
         if reason is None:
             pipe = subprocess.PIPE
             running[name] = subprocess.Popen([*command, "--peers", name], stdout=pipe, stderr=pipe, text=True)
