@@ -1,7 +1,8 @@
 // faults.cpp   A thread that touches memory that is not its own ends the launch with a report, not the process.
 #include <dlfcn.h>
 #include <pthread.h>
-#include <sys/time.h>
+#include <sys/syscall.h>
+#include <time.h>
 
 #include <csignal>
 
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGVTALRM};
 constexpr int kNumSignals = 5;
-constexpr int kMostIdleTicks = 4;  // half seconds of processor time
+constexpr int kMostIdleTicks = 4;
 struct sigaction before[kNumSignals];
 pthread_t launcher;
 uint64_t last_turn;
@@ -52,7 +53,20 @@ std::string describe(int signal, const void* address) {
     return text;
 }
 
-// Every half second of processor time: a thread that runs on and on reaches no place where others could run.
+// A signal to this thread every half second of its processor time.
+timer_t start_ticker() {
+    sigevent event{};
+    event.sigev_notify = SIGEV_THREAD_ID;
+    event.sigev_signo = SIGVTALRM;
+    event._sigev_un._tid = pid_t(syscall(SYS_gettid));
+    timer_t ticker;
+    if (timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &ticker) != 0) abort();
+    const itimerspec ticks{{0, 500000000}, {0, 500000000}};
+    timer_settime(ticker, 0, &ticks, nullptr);
+    return ticker;
+}
+
+// Every tick: a thread that runs on and on reaches no place where others could run.
 void on_tick(const void* context) {
     idle_ticks = machine->turns == last_turn ? idle_ticks + 1 : 0;
     last_turn = machine->turns;
@@ -88,13 +102,10 @@ std::string run_guarded(Machine& run) {
     last_turn = 0;
     idle_ticks = 0;
     for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &action, &before[i]);
-    const itimerval ticks{{0, 500000}, {0, 500000}}, never{};
-    itimerval timer_before;
-    setitimer(ITIMER_VIRTUAL, &ticks, &timer_before);
+    timer_t ticker = start_ticker();
     enter(run);
-    setitimer(ITIMER_VIRTUAL, &never, nullptr);
+    timer_delete(ticker);
     for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &before[i], nullptr);
-    setitimer(ITIMER_VIRTUAL, &timer_before, nullptr);
     sigaltstack(&theirs, nullptr);
     handler_stack.unmap();
     return run.report;

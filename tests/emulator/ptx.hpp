@@ -8,18 +8,20 @@ namespace cuda_on_cpu {
 // ---- global memory -------------------------------------------------------------------------------------------------
 
 template <class T>
-inline T load_global(const void* gmem, const char* operation, Site site) {
+inline T& at_global(const void* gmem, const char* operation, Site site) {
     if (reinterpret_cast<size_t>(gmem) % sizeof(T))
-        fail(site, "%s from %p: not a multiple of %zu", operation, gmem, sizeof(T));
-    T value;
-    std::memcpy(&value, gmem, sizeof value);
-    return value;
+        fail(site, "%s at %p: not a multiple of %zu", operation, gmem, sizeof(T));
+    return *static_cast<T*>(const_cast<void*>(gmem));
+}
+template <class T>
+inline T load_global(const void* gmem, const char* operation, Site site) {
+    before_access(operation, site);
+    return at_global<T>(gmem, operation, site);
 }
 template <class T>
 inline void store_global(void* gmem, T value, const char* operation, Site site) {
-    if (reinterpret_cast<size_t>(gmem) % sizeof(T))
-        fail(site, "%s to %p: not a multiple of %zu", operation, gmem, sizeof(T));
-    std::memcpy(gmem, &value, sizeof value);
+    before_access(operation, site);
+    at_global<T>(gmem, operation, site) = value;
 }
 
 inline uint4 ld_weights(const void* gmem, Site site = here()) { return load_global<uint4>(gmem, "ld_weights", site); }
@@ -153,6 +155,7 @@ LDMATRIX(ldmatrix_x2_trans, 2, true)
 
 template <class T>
 inline T load_shared(uint32_t smem, const char* operation, Site site) {
+    before_access(operation, site);
     T value;
     std::memcpy(&value, shared_pointer(smem, sizeof(T), sizeof(T), operation, site), sizeof value);
     return value;

@@ -58,6 +58,9 @@ int barrier(int id, int threads, bool wait, bool vote, const char* operation, Si
 // Lets others run: what a thread polls may change meanwhile. `changes` says that it does something other than look.
 void poll(const char* what, Site site, bool changes = false);
 
+// Before an access to memory: with some seeds, lets others run now and then.
+void before_access(const char* operation, Site site);
+
 void pdl_wait_at(Site site);
 void pdl_launch_dependents_at(Site site);
 

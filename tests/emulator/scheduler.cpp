@@ -317,6 +317,15 @@ void poll(const char* what, Site site, bool changes) {
     switch_to(me->context, machine->scheduler);
 }
 
+void before_access(const char* operation, Site site) {
+    if (machine->options.seed % 2 || !machine->by_chance(16)) return;
+    Fiber* me = running();
+    make_ready(me);
+    me->waits_for = operation;
+    me->site = site;
+    switch_to(me->context, machine->scheduler);
+}
+
 void abandon(std::string report) {
     machine->report = std::move(report);
     Context nowhere;

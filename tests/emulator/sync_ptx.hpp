@@ -11,7 +11,7 @@ namespace cuda_on_cpu {
 #define FLAG_LOAD(name, T, Pointer)                               \
     inline T name(const Pointer* gmem_flag, Site site = here()) { \
         poll(#name, site);                                        \
-        return load_global<T>(gmem_flag, #name, site);            \
+        return at_global<T>(gmem_flag, #name, site);              \
     }
 FLAG_LOAD(ld_acquire_sys_u32, uint32_t, uint32_t)
 FLAG_LOAD(ld_acquire_sys_u64, uint64_t, uint64_t)
@@ -28,7 +28,7 @@ FLAG_LOAD(ld_relaxed_gpu_b128, ulonglong2, void)
 #define FLAG_STORE(name, T, Pointer)                                    \
     inline void name(Pointer* gmem_flag, T value, Site site = here()) { \
         poll(#name, site, true);                                        \
-        store_global<T>(gmem_flag, value, #name, site);                 \
+        at_global<T>(gmem_flag, #name, site) = value;                   \
     }
 FLAG_STORE(st_release_sys_u32, uint32_t, uint32_t)
 FLAG_STORE(st_release_sys_u64, uint64_t, uint64_t)
@@ -41,8 +41,9 @@ FLAG_STORE(st_relaxed_gpu_b128, ulonglong2, void)
 #define FLAG_UPDATE(name, result, T, expression)                    \
     inline result name(T* gmem_flag, T value, Site site = here()) { \
         poll(#name, site, true);                                    \
-        const T old = load_global<T>(gmem_flag, #name, site);       \
-        store_global<T>(gmem_flag, T(expression), #name, site);     \
+        T& flag = at_global<T>(gmem_flag, #name, site);             \
+        const T old = flag;                                         \
+        flag = T(expression);                                       \
         return result(old);                                         \
     }
 FLAG_UPDATE(red_add_release_gpu_u32, void, uint32_t, old + value)
