@@ -3,30 +3,34 @@
     PYTHONPATH=src python bench/cpu_decode.py                                       Qwen3-30B-A3B, all formats
     PYTHONPATH=src python bench/cpu_decode.py --models gpt-oss-20b --formats mxfp4 --batches 1,4
 
-Every round has routings of its own and times each form once, in turn, so that a drift of clocks or load touches all
-alike. The read peak (best sum over a buffer far above any cache) is measured in the same rounds. Torch's forms compute
-from BF16 weights; `torch_eager` is a loop over the experts in use, `torch_grouped_mm` sorts and multiplies group by
-group, `torch_batched_mm` copies the experts of each slot.
+Every round has routings of its own and times each form once, in an order drawn anew, so that a drift of clocks or load
+touches all alike. Right before, each form runs once with another routing: it finds its own threads awake and those of
+the form before it asleep. The read peak (best sum over a buffer far above any cache) is measured in the same rounds.
+Torch's forms compute from BF16 weights; `torch_eager` is a loop over the experts in use, `torch_grouped_mm` sorts and
+multiplies group by group, `torch_batched_mm` copies the experts of each slot. onnxruntime and llama.cpp take part where
+they can be imported (cpu_peers.py); who does not is said by name.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from cpu_peers import Layer, PeerForm, peer_forms
 
 from warpring import Experts, moe_decode
-from warpring.bench.inputs import count_traffic, make_routing, random_experts
+from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.plots import plot_decode
 from warpring.bench.records import FORMATS, Record, append, load, record
 from warpring.bench.shapes import LayerShape, parse_shape
 from warpring.bench.timing import percentiles
+from warpring.kernels.cores.engine import processor, unusable_reason
 
 RESULTS = Path(__file__).parent / "results" / "decode_cpu.jsonl"
 PLOTS = Path(__file__).parents[1] / "docs" / "img"
@@ -34,8 +38,8 @@ PLOTTED = ("bf16", "mxfp8", "mxfp4")
 PROBE_BYTES = 256 << 20
 #: batched_mm copies every slot's weights: left out where that would take more than this.
 MOST_COPIED_BYTES = 1 << 30
-
-Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: Of a form that rounds weights to 4 bits and activations to 8.
+LEAST_COSINE = 0.97
 
 
 def torch_forms(experts: Experts) -> dict[str, Layer]:
@@ -80,39 +84,47 @@ def ours(experts: Experts) -> Layer:
     return lambda x, idx, weights: moe_decode(x, experts, idx, weights, path="cores")
 
 
-def measure(shape: LayerShape, formats: list[str], batch: int, rounds: int, layers: dict[str, Experts]) -> None:
+def measure(
+    shape: LayerShape,
+    formats: list[str],
+    batch: int,
+    rounds: int,
+    layers: dict[str, Experts],
+    peers: dict[str, PeerForm],
+) -> None:
     """Time every form `rounds` times; append and print the records."""
     forms = {format: ours(layers[format]) for format in formats}
-    forms |= torch_forms(layers["bf16"])
+    forms |= torch_forms(layers["bf16"]) | {name: peer.run for name, peer in peers.items()}
     if batch * shape.topk * layers["bf16"].bytes_per_expert > MOST_COPIED_BYTES:
         del forms["torch_batched_mm"]
+    check(shape, batch, forms, formats, layers, peers)
     taken: dict[str, list[float]] = {name: [] for name in forms}
-    unique: dict[str, list[int]] = {name: [] for name in forms}
+    experts: list[int] = []
     probe, peaks = torch.ones(PROBE_BYTES // 8, dtype=torch.int64), [0.0]
-    for index in range(-1, rounds):
-        routing = make_routing(shape, batch, seed=index + 1)
-        x = torch.randn(batch, shape.hidden, generator=torch.Generator().manual_seed(index + 1)).bfloat16()
+    for index in range(rounds):
+        warm, timed = (make_routing(shape, batch, seed=2 * index + i) for i in (0, 1))
+        x = torch.randn(batch, shape.hidden, generator=torch.Generator().manual_seed(index)).bfloat16()
+        experts.append(len(timed.topk_idx.unique()))
         start = time.perf_counter()
         probe.sum()
         peaks.append(PROBE_BYTES / (time.perf_counter() - start) / 1e9)
-        for name, form in forms.items():
+        for name in random.Random(index).sample(list(forms), len(forms)):
+            forms[name](x, warm.topk_idx, warm.topk_weights)
             start = time.perf_counter()
-            y = form(x, routing.topk_idx, routing.topk_weights)
-            seconds = time.perf_counter() - start
-            if index >= 0:
-                taken[name].append(seconds * 1e6)
-                unique[name].append(count_traffic(layers.get(name, layers["bf16"]), routing.topk_idx).unique_bytes)
-            elif index == -1 and name not in formats:
-                check(y, forms[formats[0]](x, routing.topk_idx, routing.topk_weights), name)
-    fastest = min(statistics.median(taken[name]) for name in forms if name not in formats)
+            forms[name](x, timed.topk_idx, timed.topk_weights)
+            taken[name].append((time.perf_counter() - start) * 1e6)
+    fastest = min(statistics.median(taken[name]) for name in forms if name.startswith("torch_"))
     for name in forms:
-        timing, own = percentiles(taken[name]), name in formats
-        bytes_ = statistics.fmean(unique[name])
+        timing, peer = percentiles(taken[name]), peers.get(name)
+        format = name if name in formats else "bf16" if peer is None else peer.like
+        weights = 3 * shape.hidden * shape.intermediate
+        expert_bytes = layers[format].bytes_per_expert if peer is None else weights * peer.bits / 8
+        bytes_ = statistics.fmean(experts) * expert_bytes
         rec = record(
             "decode",
             device=torch.device("cpu"),
             model=shape.name,
-            format=name if own else "bf16",
+            format=format,
             num_tokens=batch,
             topk=shape.topk,
             routing="uniform",
@@ -120,21 +132,41 @@ def measure(shape: LayerShape, formats: list[str], batch: int, rounds: int, laye
             unique_bytes=round(bytes_),
             read_peak_gbs=round(max(peaks), 1),
             fraction_of_peak=round(bytes_ / timing.p50_us / 1e3 / max(peaks), 4),
-            note=f"{torch.get_num_threads()} threads; fastest torch form / this = {fastest / timing.p50_us:.2f}",
-            **({"path": "cores"} if own else {"impl": name}),
+            note=f"{torch.get_num_threads()} threads; fastest torch form / this = {fastest / timing.p50_us:.2f}; "
+            f"processor {processor_name()}; median of the read rate {statistics.median(peaks[1:]):.1f} GB/s",
+            **({"path": "cores"} if name in formats else {"impl": name}),
             **vars(timing),
         )
         append(RESULTS, rec)
-        label = f"{shape.name:<16}B={batch:<4}{name:<18}"
+        label = f"{shape.name:<16}B={batch:<4}{name:<22}"
         rate = f"{bytes_ / timing.p50_us / 1e3:>7.1f} GB/s = {100 * rec['fraction_of_peak']:.1f} % of {max(peaks):.1f}"
         spread = f"[{timing.p10_us:.0f}, {timing.p90_us:.0f}]"
         print(f"{label}{timing.p50_us:>10.0f} us {spread:<18}{rate}   x{fastest / timing.p50_us:.2f}", flush=True)
 
 
-def check(y: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    cosine = F.cosine_similarity(y.float(), expected.float(), dim=1).min()
-    if not cosine > 0.98:
-        sys.exit(f"{name} computes another layer: cosine {cosine:.4f}")
+def check(
+    shape: LayerShape,
+    batch: int,
+    forms: dict[str, Layer],
+    formats: list[str],
+    layers: dict[str, Experts],
+    peers: dict[str, PeerForm],
+) -> None:
+    """Each form that is not ours against ours of the format whose numbers it has."""
+    routing = make_routing(shape, batch, seed=0)
+    x = torch.randn(batch, shape.hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for name, form in forms.items():
+        if name not in formats:
+            like = layers[peers[name].like if name in peers else "bf16"]
+            y, expected = (f(x, routing.topk_idx, routing.topk_weights).float() for f in (form, ours(like)))
+            cosine = F.cosine_similarity(y, expected, dim=1).min()
+            if not cosine > LEAST_COSINE:
+                sys.exit(f"{name} computes another layer: cosine {cosine:.4f}")
+
+
+def processor_name() -> str:
+    """LLVM's name of the processor, where the kernels can be compiled."""
+    return processor() if unusable_reason() is None else "unknown"
 
 
 def main() -> None:
@@ -143,6 +175,7 @@ def main() -> None:
     parser.add_argument("--formats", default="bf16,mxfp8,mxfp4,nvfp4,fp8_block,fp8_channel")
     parser.add_argument("--batches", default="1,2,4,8,16")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave onnxruntime and llama.cpp out")
     parser.add_argument("--plot", action="store_true", help="draw docs/img/decode-cpu-MODEL.svg from all records")
     args = parser.parse_args()
     formats = args.formats.split(",")
@@ -151,8 +184,11 @@ def main() -> None:
     for model in args.models.split(","):
         shape = parse_shape(model)
         layers = {format: random_experts(shape, format, "cpu", seed=0) for format in {"bf16", *formats}}
+        peers, missing = peer_forms(layers, shape.topk) if args.peers else ({}, {})
+        for name, reason in missing.items():
+            print(f"{shape.name:<16}{name} takes no part: {reason}")
         for batch in args.batches.split(","):
-            measure(shape, formats, int(batch), args.rounds, layers)
+            measure(shape, formats, int(batch), args.rounds, layers, peers)
         if args.plot:
             target = PLOTS / f"decode-cpu-{shape.name}.svg"
             plot_decode([rec for rec in load(RESULTS) if rec["model"] == shape.name and is_plotted(rec)], target)
