@@ -14,7 +14,7 @@ import torch
 
 from warpring.errors import UnsupportedError
 from warpring.formats import ceil_div
-from warpring.kernels.tile import MAX_COLUMNS, MAX_PAIRS
+from warpring.kernels.tile import MAX_PAIRS
 from warpring.layout import RECORD_BYTES, PackedExperts
 from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
@@ -22,6 +22,8 @@ from warpring.runtime.launch import float32, int32, launch, load, pointer
 from warpring.runtime.workspace import scratch
 
 #: Shared memory that a CTA may have, and that of a multiprocessor, where each CTA costs 1 KiB more than it asks for.
+#: Pairs of one expert that are multiplied at once; what more want reads the expert's weights again.
+MAX_COLUMNS = 32
 CTA_SMEM_BYTES = 227 * 1024
 SM_SMEM_BYTES = 228 * 1024
 _POLICIES = {
@@ -143,7 +145,7 @@ def config_for(format: str, hidden: int, intermediate: int, num_experts: int, to
         UnsupportedError: sizes whose smallest configuration does not fit shared memory.
     """
     sizes = (format, hidden, intermediate, num_experts)
-    return together(*sizes, topk, num_tokens) if num_tokens * topk <= 32 else alone(*sizes)
+    return (together if num_tokens * topk <= 32 else alone)(*sizes, topk, num_tokens)
 
 
 def together(format: str, hidden: int, intermediate: int, num_experts: int, topk: int, num_tokens: int) -> Config:
@@ -153,7 +155,7 @@ def together(format: str, hidden: int, intermediate: int, num_experts: int, topk
         UnsupportedError: sizes whose smallest configuration does not fit shared memory.
     """
     sizes = (format, hidden, intermediate, num_experts)
-    pairs = next(n for n in (32, 64, 128, 256, MAX_PAIRS) if num_tokens * topk <= n)
+    pairs = next((n for n in (32, 128, 256) if num_tokens * topk <= n), MAX_PAIRS)
     columns = min(4, 1 << (num_tokens - 1).bit_length())
     wanted = Config(1, 112, 5, columns, 1, 96, 8, 3, 4352, columns, pairs)
     config = shrink(wanted, *sizes)
@@ -169,14 +171,22 @@ def together(format: str, hidden: int, intermediate: int, num_experts: int, topk
     return config
 
 
-def alone(format: str, hidden: int, intermediate: int, num_experts: int) -> Config:
-    """Each kernel has the multiprocessors for itself: as much in flight and as many warps as fit.
+def alone(format: str, hidden: int, intermediate: int, num_experts: int, topk: int, num_tokens: int) -> Config:
+    """Each kernel has the multiprocessors for itself: as many warps, as much in flight as fit.
 
     Raises:
         UnsupportedError: sizes whose smallest configuration does not fit shared memory.
     """
-    wanted = Config(2, 96, 4, 4, 1, 128, 16, 3, 2176, 4, MAX_PAIRS)
-    return shrink(wanted, format, hidden, intermediate, num_experts)
+    sizes = (format, hidden, intermediate, num_experts)
+    # Twice the pairs of an expert on average: few experts have more.
+    columns = 4 if num_tokens * topk <= num_experts else 8
+    stages = 3 if columns == 4 else 2
+    two = shrink(Config(2, 96, 4, columns, 1, 128, 16, stages, 2176, columns, MAX_PAIRS), *sizes)
+    if two.gate_up_columns == columns:
+        return two
+    return shrink(
+        replace(two, gate_up_ctas=1, gate_up_registers=128, gate_up_stages=6, gate_up_columns=columns), *sizes
+    )
 
 
 def shrink(wanted: Config, format: str, hidden: int, intermediate: int, num_experts: int) -> Config:
@@ -230,6 +240,7 @@ def kernel_specs(
             "EXPERTS": num_experts,
             "INDEX": "int64_t" if index_dtype == torch.int64 else "int32_t",
             "WARPS": warps,
+            "MAX_COLUMNS": MAX_COLUMNS,
             "STAGES": stages,
             "COLUMNS": columns,
             "REGISTERS": registers,

@@ -5,6 +5,7 @@
 //   WARPRING_WARPS       all warps of the CTA
 //   WARPRING_STAGES      copies in flight: runs of a CTA (gate_up) or of a warp (down)
 //   WARPRING_COLUMNS     columns of activations that are staged in shared memory; 0, 1, 2, 4, 8 or 16
+//   WARPRING_MAX_COLUMNS pairs of an expert that are multiplied at once: 32
 //   WARPRING_PAIRS       (token, slot) pairs that a launch may have
 //   WARPRING_REGISTERS   registers a thread, so that as many CTAs as wanted fit a multiprocessor
 // None of them changes a bit of the result.
@@ -16,7 +17,7 @@ constexpr int kRing = WARPRING_STAGES;
 constexpr int kStaged = WARPRING_COLUMNS;
 constexpr int kMostPairs = WARPRING_PAIRS;
 constexpr int kFewPairs = 32;  // one warp sorts them
-static_assert(kMostPairs <= kMaxPairs, "the routing holds all pairs");
+static_assert(kMostPairs <= kMaxPairs && kMaxColumns == 32, "the routing holds all pairs, an entry at most four tiles");
 static_assert(kStaged <= kColumns || kStaged == 2 * kColumns, "staged columns are part of a tile, or two tiles");
 
 // Waits for the phase of that parity. A phase that never completes traps rather than hangs.
@@ -89,6 +90,26 @@ __device__ __forceinline__ void find(Routing& smem, const Index* gmem_topk_idx, 
     }
 }
 
+// The sums of kTiles x 8 columns. The first and the second mma of every record add to sums of their own: half the chain of
+// instructions that wait for each other. Block scales multiply the two together, record by record.
+constexpr int kChains = Format::kBlockScale ? 1 : 2;
+template <int kTiles>
+struct Sums {
+    float d[kTiles][kChains][4];
+
+    __device__ __forceinline__ Sums() {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int c = 0; c < kChains; ++c)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) d[t][c][i] = 0.f;
+    }
+    __device__ __forceinline__ float total(int tile, int i) const {
+        return kChains == 1 ? d[tile][0][i] : d[tile][0][i] + d[tile][kChains - 1][i];
+    }
+};
+
 // Where a lane finds its 8 activations of record i of a run, column g of tile t. A lane beyond the last column reads
 // another's, or what an earlier expert left: columns are independent of each other, and nobody looks at the sums of those that
 // stand for no pair.
@@ -136,10 +157,10 @@ struct BlockScales {
 };
 
 // Adds the products of kRun records at `smem_run` with kTiles x 8 columns, in groups: what a group reads is requested before
-// anything of it is multiplied, but for activations of many tiles, which would take too many registers. `record` is the run's
-// place in the panel.
-template <int kRun, int kTiles, class Columns>
-__device__ __forceinline__ void add_run(float (&sum)[kTiles][4], uint32_t smem_run, const Columns& columns, int lane,
+// anything of it is multiplied, but for activations of many tiles, which would take too many registers. Tiles go to `sums`
+// from tile kFirst on. `record` is the run's place in the panel.
+template <int kRun, int kFirst, int kTiles, int kAll, class Columns>
+__device__ __forceinline__ void add_run(Sums<kAll>& sums, uint32_t smem_run, const Columns& columns, int lane,
                                         const BlockScales<kRun>& scales, int record) {
     constexpr int kGroup = kTiles == 1 ? 4 : kTiles == 2 && kRun % 2 == 0 ? 2 : 1;
     constexpr bool kAhead = kTiles <= 2, kWhole = kRun % kGroup == 0;
@@ -163,32 +184,32 @@ __device__ __forceinline__ void add_run(float (&sum)[kTiles][4], uint32_t smem_r
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
                 const uint4 x_tile = kAhead ? x[i][t] : columns.load(first + i, t);
+                float(&sum)[kChains][4] = sums.d[kFirst + t];
                 if constexpr (Format::kBlockScale) {
                     float part[4] = {0.f, 0.f, 0.f, 0.f};
                     multiply(part, w, x_tile);
-                    sum[t][0] = fmaf(scale.x, part[0], sum[t][0]);
-                    sum[t][1] = fmaf(scale.x, part[1], sum[t][1]);
-                    sum[t][2] = fmaf(scale.y, part[2], sum[t][2]);
-                    sum[t][3] = fmaf(scale.y, part[3], sum[t][3]);
+                    sum[0][0] = fmaf(scale.x, part[0], sum[0][0]);
+                    sum[0][1] = fmaf(scale.x, part[1], sum[0][1]);
+                    sum[0][2] = fmaf(scale.y, part[2], sum[0][2]);
+                    sum[0][3] = fmaf(scale.y, part[3], sum[0][3]);
                 } else {
-                    multiply(sum[t], w, x_tile);
+                    mma_bf16(sum[0], w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x_tile.x, x_tile.y);
+                    mma_bf16(sum[kChains - 1], w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x_tile.z, x_tile.w);
                 }
             }
         }
     }
 }
 
-// The same with columns read from global memory, `gmem_of(column)` their first value of the run for this lane: four tiles at a
-// time, the run decoded again for the next four, since more would not fit the registers.
-template <int kRun, int kTiles, class GmemOf>
-__device__ __forceinline__ void add_global(float (&sum)[kTiles][4], uint32_t smem_run, int lane, const BlockScales<kRun>& scales,
+// The same with columns read from global memory, `gmem_of(column)` their first value of the run for this lane: two tiles at a
+// time, the run decoded again for the next two, since more would not fit the registers.
+template <int kRun, int kTiles, int kFirst = 0, class GmemOf>
+__device__ __forceinline__ void add_global(Sums<kTiles>& sums, uint32_t smem_run, int lane, const BlockScales<kRun>& scales,
                                            int record, const GmemOf& gmem_of) {
-    constexpr int kPass = kTiles < 4 ? kTiles : 4;
+    constexpr int kPass = kTiles < 2 ? kTiles : 2;
+    GlobalColumns<kPass> columns;
 #pragma unroll
-    for (int first = 0; first < kTiles; first += kPass) {
-        GlobalColumns<kPass> columns;
-#pragma unroll
-        for (int t = 0; t < kPass; ++t) columns.gmem[t] = gmem_of((first + t) * kColumns + lane / 4);
-        add_run<kRun>(*reinterpret_cast<float(*)[kPass][4]>(&sum[first]), smem_run, columns, lane, scales, record);
-    }
+    for (int t = 0; t < kPass; ++t) columns.gmem[t] = gmem_of((kFirst + t) * kColumns + lane / 4);
+    add_run<kRun, kFirst, kPass>(sums, smem_run, columns, lane, scales, record);
+    if constexpr (kFirst + kPass < kTiles) add_global<kRun, kTiles, kFirst + kPass>(sums, smem_run, lane, scales, record, gmem_of);
 }

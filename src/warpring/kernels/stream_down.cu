@@ -4,8 +4,8 @@
 //
 // Grid     (hidden / 16) CTAs; a CTA owns 16 output rows of every token. Its warps deal out the experts that the batch wants
 //          among them, whole rows each.
-// Reads    every wanted weight byte once, through a ring of bulk copies a warp; act through the same ring, each lane's own
-//          pieces by asynchronous copies, where an expert's columns fit, else through L1
+// Reads    every wanted weight byte once for each 32 pairs of its expert, through a ring of bulk copies a warp; act through
+//          the same ring, each lane's own pieces by asynchronous copies, where an expert's columns fit, else through L1
 // Bound    HBM: distinct experts * hidden * intermediate * bytes_per_weight
 // Sync     before the wait it reads topk_idx and topk_weights and requests the first weights: complete by then, since gate_up
 //          let this kernel start only after its own wait; then waits for act. One barrier, between the dot products of
@@ -132,11 +132,7 @@ __device__ __forceinline__ void do_expert(Smem& smem, Ring& ring, Source& source
     if constexpr (Format::kBlockScale)  // 16 rows lie in one block of 128
         gmem_scale = args.gmem_block_scale + (expert * kScaleRows + blockIdx.x * 16 / 128) * kScaleCols;
     constexpr int kOwn = kStaged == 0 ? 1 : kStaged;
-    float sum[kTiles][4];
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[t][i] = 0.f;
+    Sums<kTiles> sums;
 #pragma unroll 1
     for (int record = 0; record < kRecords; record += kRun) {
         const int stage = ring.turn.stage;
@@ -145,10 +141,10 @@ __device__ __forceinline__ void do_expert(Smem& smem, Ring& ring, Source& source
         wait(ring.smem_full + stage * 8, ring.turn.parity);
         if constexpr (kInShared) {
             const StagedColumns staged{ring.act_of(stage) + g % kOwn * 64 + q * 16};
-            add_run<kRun>(sum, smem_run, staged, lane, scales, record);
+            add_run<kRun, 0, kTiles>(sums, smem_run, staged, lane, scales, record);
         } else {
             const uint16_t* gmem_act = args.gmem_act + record * kRecordCols + q * 8;
-            add_global<kRun>(sum, smem_run, lane, scales, record, [&](int column) {
+            add_global<kRun, kTiles>(sums, smem_run, lane, scales, record, [&](int column) {
                 return gmem_act + int64_t(smem_pairs[min(column, count - 1)]) * kIntermediate;
             });
         }
@@ -161,8 +157,8 @@ __device__ __forceinline__ void do_expert(Smem& smem, Ring& ring, Source& source
             const int column = t * kColumns + q * 2 + c;
             if (column < count) {
                 float(&dots)[16] = smem.dots[smem_pairs[column]];
-                dots[g] = fmaf(sum[t][c], low_scale, low_bias);
-                dots[g + 8] = fmaf(sum[t][2 + c], high_scale, high_bias);
+                dots[g] = fmaf(sums.total(t, c), low_scale, low_bias);
+                dots[g + 8] = fmaf(sums.total(t, 2 + c), high_scale, high_bias);
             }
         }
     }
@@ -201,8 +197,7 @@ moe_down_stream(const uint16_t* gmem_act, const Index* gmem_topk_idx, int64_t id
         if (count <= kStaged) do_expert<1, true>(smem, ring, source, args, expert, pairs, count);
         else if (count <= 8) do_expert<1, false>(smem, ring, source, args, expert, pairs, count);
         else if (count <= 16) do_expert<2, false>(smem, ring, source, args, expert, pairs, count);
-        else if (count <= 32) do_expert<4, false>(smem, ring, source, args, expert, pairs, count);
-        else if constexpr (kMostPairs > 32) do_expert<8, false>(smem, ring, source, args, expert, pairs, count);
+        else do_expert<4, false>(smem, ring, source, args, expert, pairs, count);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < num_tokens * 16; i += kThreads) {

@@ -5,8 +5,8 @@
 // Grid     one or two CTAs an SM. The panels (8 neurons: gate and up rows) of the experts that the batch wants are one
 //          list, cut into equal runs, one a CTA. Of a CTA's warps kSplit consume: each owns its share of the records of
 //          every chunk of a panel. One warp requests the chunks, one adds the shares up and applies the activation.
-// Reads    every wanted weight byte once, in the order of memory, a chunk a bulk copy; x once an expert and CTA into
-//          shared memory where its columns fit, else through L1
+// Reads    every wanted weight byte once for each 32 pairs of its expert, in the order of memory, a chunk a bulk copy; x
+//          once an expert and CTA into shared memory where its columns fit, else through L1
 // Bound    HBM: distinct experts * 2 * intermediate * hidden * bytes_per_weight
 // Sync     waits for its predecessor before anything is read (topk_idx and x may be its output), then lets the down
 //          kernel start. Inside a CTA: mbarriers full and empty of each chunk's stage, and of each slot of shares.
@@ -179,11 +179,7 @@ __device__ __forceinline__ void do_panels(Smem& smem, const Args& args, const Wa
             gmem_low = args.gmem_block_scale + (wanted.expert * 2 * kScaleRows + panel * 8 / 128) * kScaleCols;
             gmem_high = gmem_low + kScaleRows * kScaleCols;
         }
-        float sum[kTiles][4];
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[t][i] = 0.f;
+        Sums<kTiles> sums;
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const int record = chunk * kChunkRecords + warp * kRun;
@@ -192,10 +188,10 @@ __device__ __forceinline__ void do_panels(Smem& smem, const Args& args, const Wa
             wait(smem_address(&smem.full[turns.chunk.stage]), turns.chunk.parity);
             if constexpr (kInShared) {
                 const StagedColumns staged{smem_x + chunk * (kRun * kStaged * 64)};
-                add_run<kRun>(sum, smem_run, staged, lane, scales, record);
+                add_run<kRun, 0, kTiles>(sums, smem_run, staged, lane, scales, record);
             } else {
                 const uint16_t* gmem_x = args.gmem_x + record * kRecordCols + q * 8;
-                add_global<kRun>(sum, smem_run, lane, scales, record, [&](int column) {
+                add_global<kRun, kTiles>(sums, smem_run, lane, scales, record, [&](int column) {
                     return gmem_x + wanted.smem_pairs[min(column, wanted.count - 1)] / kTopk * args.x_stride;
                 });
             }
@@ -207,8 +203,8 @@ __device__ __forceinline__ void do_panels(Smem& smem, const Args& args, const Wa
             if (t * kColumns >= wanted.count) break;  // tiles beyond the last column are not handed over
             wait(smem_address(&smem.parts_empty[turns.slot.stage]), turns.slot.parity ^ 1);
             float(&part)[16][kColumns] = smem.parts[turns.slot.stage][warp];
-            *reinterpret_cast<float2*>(&part[g][q * 2]) = {sum[t][0], sum[t][1]};
-            *reinterpret_cast<float2*>(&part[g + 8][q * 2]) = {sum[t][2], sum[t][3]};
+            *reinterpret_cast<float2*>(&part[g][q * 2]) = {sums.total(t, 0), sums.total(t, 1)};
+            *reinterpret_cast<float2*>(&part[g + 8][q * 2]) = {sums.total(t, 2), sums.total(t, 3)};
             arrive_warp(smem_address(&smem.parts_full[turns.slot.stage]));
             turns.slot.next();
         }
@@ -234,10 +230,8 @@ __device__ __forceinline__ void consume(Smem& smem, const Args& args, int num_to
             do_panels<1, false>(smem, args, wanted, panel, end, warp, lane, turns);
         } else if (wanted.count <= 16) {
             do_panels<2, false>(smem, args, wanted, panel, end, warp, lane, turns);
-        } else if (wanted.count <= 32) {
+        } else {
             do_panels<4, false>(smem, args, wanted, panel, end, warp, lane, turns);
-        } else if constexpr (kMostPairs > 32) {
-            do_panels<8, false>(smem, args, wanted, panel, end, warp, lane, turns);
         }
         item += end - panel;
     }

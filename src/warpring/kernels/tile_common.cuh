@@ -20,7 +20,11 @@ using Index = WARPRING_INDEX;
 
 constexpr int kColumns = 8;       // tokens of one mma
 constexpr int kMaxPairs = 512;    // (token, slot) pairs of a launch
+#ifdef WARPRING_MAX_COLUMNS
+constexpr int kMaxColumns = WARPRING_MAX_COLUMNS;
+#else
 constexpr int kMaxColumns = 64;   // pairs of one expert that are multiplied at once
+#endif
 constexpr int kStages = 2;           // copies in flight a warp, about 4 KB each
 constexpr int kStageRecords = Format::kRecordBytes >= 1024 ? 4 : Format::kRecordBytes >= 512 ? 8 : 16;
 constexpr int kStageBytes = kStageRecords * Format::kRecordBytes;
