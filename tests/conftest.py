@@ -24,3 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; none found"))
         if item.get_closest_marker("multi_gpu") and num_gpus < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA GPUs; found {num_gpus}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says in every run, however quiet, which checks a missing tool left out."""
+    skipped = (report.longrepr for report in terminalreporter.stats.get("skipped", []))
+    reasons = {str(why[2]).removeprefix("Skipped: ") for why in skipped if isinstance(why, tuple)}
+    for reason in sorted(reason for reason in reasons if reason.startswith("left out: ")):
+        terminalreporter.write_line(reason)

@@ -13,7 +13,15 @@ from emulator import Launch, load, run
 from warpring.expert_parallel.arithmetic import combine, partial_dtype, publish
 from warpring.expert_parallel.flags import COMBINE_THREADS, DISPATCH_THREADS, SHARED_THREADS
 from warpring.expert_parallel.problem import Problem
-from warpring.expert_parallel.workspace import EpError, EpParams, EpState, Layout, make_params, plan_layout, plan_schedule
+from warpring.expert_parallel.workspace import (
+    EpError,
+    EpParams,
+    EpState,
+    Layout,
+    make_params,
+    plan_layout,
+    plan_schedule,
+)
 from warpring.runtime.jit import KernelSpec
 
 HERE = Path(__file__).parent
@@ -231,7 +239,7 @@ class Ranks:
         experts: Experts | None = None,
         timeout_s: float = 20,
     ) -> None:
-        """Run calls in a row, each a Call a rank (None: that rank never comes); ranks go as fast as the protocol lets them."""
+        """Run calls in a row, each a Call a rank (None: that rank never comes), as fast as the protocol lets them."""
         streams: list[list[Launch]] = []
         for rank in range(self.problem.num_ranks):
             communication: list[Launch] = []

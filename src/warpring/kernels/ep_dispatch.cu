@@ -4,7 +4,7 @@
 // Owner    CTA c: tokens c, c + C, ... to publish; routed blocks b with (b + 1) % C == c to fill (CTA 0 writes the plan first)
 // Reads    x and routing once; routing of all ranks by every CTA (4 bytes a pair); each wanted row once a pair, from its owner
 // Bound    latency at decode sizes: routing to plan is one hop between GPUs, rows to l1_full one more, overlapping; then
-//          NVLink: 512 threads x 8 loads of 16 bytes in flight a CTA
+//          NVLink: 512 threads x 6 loads of 16 bytes in flight a CTA
 // Sync     meta and plan: packets that carry their tag; waits arrived of all ranks, l1_empty, l2_empty; signals arrived, l1_full
 // Limits   num_ranks <= 72, any number of pairs; a token count beyond max_tokens poisons the layer
 #include "ep_ring.cuh"
@@ -17,7 +17,7 @@ constexpr int kWarps = kThreads / kLanes;
 constexpr int kMaxTokens = 256;
 // ep_shared must fit on the same multiprocessor: 512 threads x 96 registers here and 256 x 64 there are all of them.
 constexpr int kThreadsOf96Registers = 640;
-constexpr int kLoadsInFlight = 8;
+constexpr int kLoadsInFlight = 6;
 
 struct Smem {
     uint32_t pairs_of[kLocalExperts];     // pairs of each local expert
