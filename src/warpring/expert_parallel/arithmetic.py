@@ -1,22 +1,26 @@
 """The kernels' arithmetic in plain torch, role by role: the yardstick of kernels, and what runs without a GPU.
 
 Every rounding of docs/expert_parallel.md is here: of published tokens, of the activations between the two GEMMs, of
-partial results and of the output. What tensor cores leave open is not: the order of the sums inside a chunk, the bits
-that FP8 ones drop there, and MXFP4 weights flushed to zero more than 13 binades below their window.
+partial results and of the output. Sums inside a chunk are FP32's, or with `sums="tensor_core"` those of the FP8 tensor
+cores (tensor_cores.py), MXFP4 weights flushed to zero far below their window included: what a kernel must equal.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
 
 from warpring.expert_parallel.problem import HIDDEN_BLOCK, NEURONS, ActivationForm, Problem
+from warpring.expert_parallel.tensor_cores import e4m3_operands, e4m3_sums
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div, get_format
 from warpring.formats.blocks import divide
 from warpring.formats.fp8 import E4M3_MAX, to_e4m3
+
+Sums = Literal["fp32", "tensor_core"]
 
 #: The least scale of an FP8 group, so that its reciprocal is finite.
 _LEAST_SCALE = 2.0**-126
@@ -77,7 +81,12 @@ def publish(problem: Problem, x: torch.Tensor) -> Published:
 
 
 def run_expert(
-    problem: Problem, experts: Experts, expert: int, tokens: Published, weights: torch.Tensor
+    problem: Problem,
+    experts: Experts,
+    expert: int,
+    tokens: Published,
+    weights: torch.Tensor,
+    sums: Sums = "fp32",
 ) -> torch.Tensor:
     """role2 for one expert: both GEMMs and what is between them.
 
@@ -87,12 +96,14 @@ def run_expert(
         expert: index in `experts`.
         tokens: the pairs' tokens, n of them.
         weights: FP32 [n], their routing weights.
+        sums: how FP8 products are added inside a chunk.
 
     Returns:
         [n, hidden] partial results, BF16 ("fp8") or FP32 ("bf16").
     """
     weights = weights[:, None]
-    gate, up = (_gemm(tokens.codes, tokens.scale, experts.w13[expert][half], HIDDEN_BLOCK) for half in (0, 1))
+    w13 = experts.w13[expert]
+    gate, up = (_gemm(tokens.codes, tokens.scale, w13[half], HIDDEN_BLOCK, sums) for half in (0, 1))
     if experts.w13_bias is not None:
         gate, up = gate + experts.w13_bias[expert, 0], up + experts.w13_bias[expert, 1]
     act = experts.activation(gate, up)
@@ -100,7 +111,7 @@ def run_expert(
         act = act * weights
     groups = pad(act, (0, problem.intermediate_padded - problem.intermediate)).unflatten(1, (-1, NEURONS))
     codes, scale = quantize(groups, problem.activation)
-    out = _gemm(codes.flatten(1), scale, experts.w2[expert], NEURONS)
+    out = _gemm(codes.flatten(1), scale, experts.w2[expert], NEURONS, sums)
     bias = 0.0 if experts.w2_bias is None else experts.w2_bias[expert]
     out = out + bias * weights if problem.activation == "fp8" else (out + bias) * weights
     return out.to(partial_dtype(problem.activation))
@@ -130,6 +141,7 @@ def run_layer(
     topk_weights: torch.Tensor,
     shared: Experts | None = None,
     shared_weights: torch.Tensor | None = None,
+    sums: Sums = "fp32",
 ) -> torch.Tensor:
     """The whole layer for one rank's tokens, with all experts at hand: what every rank compares its results with.
 
@@ -141,6 +153,7 @@ def run_layer(
         topk_weights: FP32 [num_tokens, topk].
         shared: the shared experts, or None where the problem has none.
         shared_weights: FP32 [num_tokens, num_shared]; None weighs each by 1.
+        sums: how FP8 products are added inside a chunk.
 
     Returns:
         BF16 [num_tokens, hidden].
@@ -152,35 +165,44 @@ def run_layer(
     valid[:, :topk] = (topk_idx >= 0) & (topk_idx < problem.num_experts)
     for expert in topk_idx[valid[:, :topk]].unique().tolist():
         rows, where = (topk_idx == expert).nonzero(as_tuple=True)
-        partials[rows, where] = run_expert(problem, experts, expert, tokens[rows], topk_weights[rows, where].float())
+        pair_weights = topk_weights[rows, where].float()
+        partials[rows, where] = run_expert(problem, experts, expert, tokens[rows], pair_weights, sums)
     if shared is not None:
-        partials[:, topk:] = run_shared(problem, shared, tokens, shared_weights)
+        partials[:, topk:] = run_shared(problem, shared, tokens, shared_weights, sums)
     return combine(partials, valid)
 
 
-def run_shared(problem: Problem, shared: Experts, tokens: Published, weights: torch.Tensor | None) -> torch.Tensor:
+def run_shared(
+    problem: Problem, shared: Experts, tokens: Published, weights: torch.Tensor | None, sums: Sums = "fp32"
+) -> torch.Tensor:
     """role2 for the shared experts, which see every token: partial results [num_tokens, num_shared, hidden]."""
     if weights is None:
         weights = torch.ones(tokens.scale.shape[0], problem.num_shared, device=tokens.scale.device)
-    parts = [run_expert(problem, shared, s, tokens, weights[:, s].float()) for s in range(problem.num_shared)]
+    parts = [run_expert(problem, shared, s, tokens, weights[:, s].float(), sums) for s in range(problem.num_shared)]
     return torch.stack(parts, dim=1)
 
 
-def _gemm(codes: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, block: int) -> torch.Tensor:
+def _gemm(codes: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, block: int, sums: Sums) -> torch.Tensor:
     """FP32 [n, rows] = (codes * scale) @ weight.T for weight [rows, cols].
 
     The products of `block` columns are summed unscaled, then multiplied by weight scale x token scale and added up. One
     scale a token (of all columns) is applied at the end instead; being a power of two, it changes no rounding.
     """
-    values, weight_scale = _split_weight(weight, block, codes.shape[1])
+    on_tensor_cores = sums == "tensor_core" and codes.element_size() == 1
+    if on_tensor_cores:
+        values, weight_scale = e4m3_operands(weight, codes.shape[1])
+        weight_scale = weight_scale.repeat_interleave(HIDDEN_BLOCK // block, 1)
+    else:
+        values, weight_scale = _split_weight(weight, block, codes.shape[1])
     rows, num_blocks = weight.shape[0], codes.shape[1] // block
     per_block = scale.shape[1] == num_blocks
     total = torch.zeros(codes.shape[0], rows, device=codes.device)
     for index in range(num_blocks):
         part = slice(index * block, (index + 1) * block)
-        sums = codes[:, part].float() @ values[:, part].mT
+        x, w = codes[:, part], values[:, part]
+        products = e4m3_sums(x, w) if on_tensor_cores else x.float() @ w.mT
         factor = weight_scale[:, index]
-        total += sums * (factor * scale[:, index, None] if per_block else factor)
+        total += products * (factor * scale[:, index, None] if per_block else factor)
     return total if per_block else total * scale
 
 

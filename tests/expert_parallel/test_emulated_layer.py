@@ -1,0 +1,142 @@
+"""The whole layer on emulated GPUs: the kernels' own sources, with the arguments that the host gives them.
+
+Replays with other tokens, routings and counts, against the same arithmetic done rank-locally in torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from emulated_ranks import HERE, Call, Ranks, macros, make_call
+from emulator import Launch, load, unusable_reason
+from moe_inputs import make_inputs
+
+from warpring import Experts, gpt_oss_swiglu, moe_exact
+from warpring.expert_parallel import call as host
+from warpring.expert_parallel import roles
+from warpring.expert_parallel.arithmetic import run_layer
+from warpring.expert_parallel.packing import pack_ep
+from warpring.expert_parallel.problem import Problem, local_experts
+from warpring.expert_parallel.roles import Roles
+from warpring.runtime import by_value
+from warpring.runtime.jit import KernelSpec
+
+EMULATED = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
+LEAST_COSINE = 0.9999997
+BASE = Problem(128, 64, 4, 2, 2, 5, format="fp8_block", block_m=8)
+PROBLEMS = {
+    "two ranks, fp8": BASE,
+    "three ranks, mxfp4, shared": replace(BASE, format="mxfp4", num_experts=6, num_ranks=3, num_shared=1, hidden=160),
+    "one rank, mxfp4 in bf16, biases": replace(
+        BASE, format="mxfp4", activation="bf16", num_ranks=1, has_bias=True, gate=gpt_oss_swiglu(), intermediate=96
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All routed experts, and the shared ones."""
+
+    routed: Experts
+    shared: Experts | None
+
+
+def weights_of(problem: Problem) -> Weights:
+    def some(count: int, format: str, bias: bool, seed: int) -> Experts:
+        sizes = (problem.hidden, problem.intermediate, count, 1)
+        return make_inputs(1, *sizes, format=format, activation=problem.gate, bias=bias, seed=seed).experts
+
+    shared = some(problem.num_shared, problem.shared_format, False, 2) if problem.num_shared else None
+    return Weights(some(problem.num_experts, problem.format, problem.has_bias, 1), shared)
+
+
+class HostRanks(Ranks):
+    """Ranks whose launches are made by the host's own code."""
+
+    def __init__(self, problem: Problem, weights: Weights, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        super().__init__(problem, **options)
+        monkeypatch.setattr(roles, "load", lambda spec, device_index: spec)
+        self.packed = [
+            pack_ep(local_experts(weights.routed, r, problem.num_ranks), weights.shared, activation=problem.activation)
+            for r in range(problem.num_ranks)
+        ]
+        self.roles = [
+            Roles(problem, rank.params, packed.arguments(), 0, self.combine_ctas)
+            for rank, packed in zip(self.ranks, self.packed, strict=True)
+        ]
+
+    def communication(self, rank: int, call: Call, *, with_combine: bool = True) -> list[Launch]:
+        made = host.Call(call.x, call.topk_idx, call.topk_weights, call.count, len(call.x), call.shared_weights)
+        ours = self.roles[rank]
+        launches = (ours.shared(made), ours.dispatch(made), ours.combine(made, call.out))
+        return [emulated(launch) for launch in launches if launch is not None]
+
+    def after_generation(self, rank: int, generation: int) -> Launch:
+        # Its source holds another kernel too, which asks for a narrow layer; this one reads the state alone.
+        narrow = replace(self.problem, hidden=32, intermediate=128)
+        kernel = load(KernelSpec("fake_experts.cu", "after_generation", macros(narrow)), HERE)
+        return Launch(kernel, (1, 1, 1), 1, (self.ranks[rank].params, generation), overlaps_previous=False)
+
+    def role2(self, ranks: Ranks, rank: int) -> list[Launch]:
+        return [emulated(self.roles[rank].experts())]
+
+
+def emulated(launch: by_value.Launch) -> Launch:
+    """A launch for the emulator in place of the driver."""
+    spec: KernelSpec = launch.kernel
+    grid = (launch.grid, 1, 1)
+    return Launch(load(spec), grid, launch.block, launch.arguments.values, overlaps_previous=launch.programmatic)
+
+
+def least_cosine(y: torch.Tensor, other: torch.Tensor) -> float:
+    """Least cosine of a row, of any size; 1 for rows that are zero in both."""
+    y, other = y.double(), other.double()
+    zero = (y == 0).all(1) & (other == 0).all(1)
+    cosine = (y * other).sum(1) / (y.norm(dim=1) * other.norm(dim=1))
+    return torch.where(zero, 1.0, cosine).min().item() if len(y) else 1.0
+
+
+@EMULATED
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("seed", [1, 3])
+def test_replays_give_what_the_arithmetic_gives(problem: Problem, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(problem)
+    ranks = HostRanks(problem, weights, monkeypatch)
+    generator = torch.Generator().manual_seed(seed)
+    most = problem.max_tokens_per_rank
+    counts = [[(most, 1, 0)[(rank + number) % 3] for rank in range(problem.num_ranks)] for number in range(3)]
+    index = torch.int32 if problem is BASE else torch.int64
+    calls = [[make_call(problem, count, generator, index) for count in row] for row in counts]
+    ranks.calls(*calls, seed=seed, experts=ranks.role2, timeout_s=120)
+    for row in calls:
+        for call in row:
+            n = call.num_tokens
+            shared_weights = None if call.shared_weights is None else call.shared_weights[:n]
+            inputs = (call.x[:n], weights.routed, call.topk_idx[:n].long(), call.topk_weights[:n])
+            expected = run_layer(problem, *inputs, weights.shared, shared_weights, "tensor_core")
+            assert least_cosine(call.out[:n], expected) >= LEAST_COSINE
+            assert call.out[n:].isnan().all()
+    assert all(rank.failure.code == 0 for rank in ranks.ranks)
+    assert [rank.state.generation for rank in ranks.ranks] == [3] * problem.num_ranks
+
+
+@EMULATED
+def test_every_pair_on_one_expert_goes_round_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(BASE, max_tokens_per_rank=24)
+    weights = weights_of(problem)
+    ranks = HostRanks(problem, weights, monkeypatch, num_slots=6)
+    generator = torch.Generator().manual_seed(3)
+    call = [make_call(problem, 24, generator) for _ in range(2)]
+    for one in call:
+        one.topk_idx[:] = 3
+        one.topk_weights.nan_to_num_(0.5)
+    ranks.calls(call, seed=4, experts=ranks.role2, timeout_s=120)
+    for one in call:
+        inputs = (one.x, weights.routed, one.topk_idx.long(), one.topk_weights)
+        expected = run_layer(problem, *inputs, sums="tensor_core")
+        assert least_cosine(one.out, expected) >= LEAST_COSINE
+        exact = moe_exact(one.x, weights.routed, one.topk_idx, one.topk_weights)
+        assert least_cosine(one.out.flatten()[None], exact.flatten()[None]) > 0.997
