@@ -1,12 +1,12 @@
 """Time our paths and other libraries' MoE layers in turns, on the same weights and routings, into peers.jsonl.
 
-    PYTHONPATH=src python bench/peers.py                                  the shapes and formats that peers share
+    PYTHONPATH=src python bench/peers.py                                  the layers of docs/performance.md
     PYTHONPATH=src python bench/peers.py --peers vllm_triton --models qwen3-30b-a3b --formats fp8_block
 
 A peer takes part where it can be imported: transformers (batched_mm, grouped_mm), vLLM and SGLang (Triton fused MoE),
-FlashInfer (mono_moe, cutlass_fused_moe). First each runs once in a process of its own, where its result is compared
-with the exact one and a CUDA graph of it is tried, so that one that fails or dies costs nothing but itself. At the end
-is said, by name, which took part and why the others did not.
+FlashInfer (mono_moe, cutlass_fused_moe), triton_kernels (gpt-oss in MXFP4). First each runs once in a process of its
+own, where its result is compared with the exact one and a CUDA graph of it is tried, so that one that fails or dies
+costs nothing but itself. At the end is said, by name, which took part and why the others did not.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from warpring.bench.timing import capture
 from warpring.reference import moe_exact
 
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
-#: FlashInfer's mono_moe serves the second shape alone.
-MODELS = "qwen3-30b-a3b,h2048xi512xe256xk8"
 TRIAL_SECONDS = 180
 
 
@@ -45,8 +43,8 @@ def words(text: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=words, default=words(MODELS), help="names or sizes like h2048xi768xe128xk8")
-    parser.add_argument("--formats", type=words, default=["fp8_block", "bf16"])
+    parser.add_argument("--models", type=words, help="names or sizes like h2048xi768xe128xk8, each in all --formats")
+    parser.add_argument("--formats", type=words)
     parser.add_argument("--batches", type=words, default=[str(batch) for batch in BATCHES])
     parser.add_argument("--paths", type=words, default=["warp", "tile"], help="paths of ours beside the peers")
     parser.add_argument("--peers", type=words, default=list(ADAPTERS))
@@ -56,6 +54,8 @@ def main() -> int:
     parser.add_argument("--time-budget", type=float, metavar="S", help="start no further batch after S seconds")
     parser.add_argument("--trial", action="store_true", help="try the one peer of --peers and say how it went, as JSON")
     args = parser.parse_args()
+    if (args.models is None) != (args.formats is None):
+        parser.error("--models and --formats go together; without both, the layers of docs/performance.md are measured")
     if args.trial:
         batches = [int(batch) for batch in args.batches]
         print(json.dumps(try_peer(args.peers[0], args.models[0], args.formats[0], batches, args.device)))

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from warpring import ArgumentError
+from warpring import ArgumentError, gpt_oss_swiglu
 from warpring.bench import adapters
 from warpring.bench.adapters import ADAPTERS, find_peers, logits_of, why_not
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.records import load
 from warpring.bench.shapes import MODELS, LayerShape
+from warpring.formats import QuantizedTensor, get_format
 from warpring.reference import moe_exact
 
 SHAPE = LayerShape("h256xi128xe8xk2", hidden=256, intermediate=128, num_experts=8, topk=2)
@@ -63,12 +64,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> Non
     vars(sys.modules[name]).update(contents)
 
 
-def run_peer(monkeypatch: pytest.MonkeyPatch, name: str, format: str) -> tuple[torch.Tensor, torch.Tensor, str]:
+def run_peer(
+    monkeypatch: pytest.MonkeyPatch, name: str, format: str, shape: LayerShape = SHAPE
+) -> tuple[torch.Tensor, torch.Tensor, str]:
     """The peer's result, the exact one, and the peer's note."""
-    peer = ADAPTERS[name].make(SHAPE, format)
-    experts = random_experts(SHAPE, format, CPU, seed=3)
-    routing = make_routing(SHAPE, 3, seed=4)
-    x = torch.randn(3, SHAPE.hidden).bfloat16()
+    peer = ADAPTERS[name].make(shape, format)
+    experts = random_experts(shape, format, CPU, seed=3)
+    routing = make_routing(shape, 3, seed=4)
+    x = torch.randn(3, shape.hidden).bfloat16()
     out = torch.full_like(x, torch.nan)
     given = peer.bind(peer.prepare(experts), x, routing.topk_idx, routing.topk_weights, out)()
     exact = moe_exact(x, experts, routing.topk_idx, routing.topk_weights, torch.float32)
@@ -178,6 +181,49 @@ def test_flashinfer_cutlass_is_handed_the_up_rows_first(monkeypatch: pytest.Monk
     assert_close(run_peer(monkeypatch, "flashinfer_cutlass", format))
 
 
+def test_triton_kernels_is_handed_gpt_oss_with_gate_and_up_rows_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = LayerShape("x", 96, 64, num_experts=8, topk=2, activation=gpt_oss_swiglu(), has_bias=True)
+
+    def dense(weight: Any, config: Any) -> torch.Tensor:
+        codes, scale = weight.mT.contiguous(), config.weight_scale.mT
+        assert scale.shape[-1] % 4 == 0, "padded for the layout of the scales"
+        cols = 2 * codes.shape[-1]
+        stored = QuantizedTensor("mxfp4", (*codes.shape[:-1], cols), codes, scale[..., : cols // 32].contiguous())
+        return get_format("mxfp4").dequantize(stored)
+
+    def matmul_ogs(
+        x: torch.Tensor, w: Any, bias: torch.Tensor, data: Any, gather_indx: Any = None, scatter_indx: Any = None,
+        precision_config: Any = None, fused_activation: Any = None, gammas: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        ids = data.ids.flatten()
+        rows = x.repeat_interleave(2, 0) if gather_indx == "gather" else x
+        out = (dense(w, precision_config)[ids] @ rows.float()[:, :, None])[:, :, 0] + bias[ids]
+        if fused_activation is not None:
+            (_, (alpha, limit), halves) = fused_activation
+            assert halves == 2
+            return gpt_oss_swiglu(alpha, limit)(out[:, 0::2], out[:, 1::2])
+        assert scatter_indx == "scatter"
+        return (out * gammas.flatten()[:, None]).unflatten(0, (-1, 2)).sum(1).bfloat16()
+
+    def routing(logits: torch.Tensor, topk: int) -> tuple[Any, str, str]:
+        values, ids = logits.float().topk(topk)
+        return SimpleNamespace(ids=ids, gate_scal=values.softmax(1)), "gather", "scatter"
+
+    library = "triton_kernels"
+    parts = {"FnSpecs": lambda *a: a, "FusedActivation": lambda *a: a, "PrecisionConfig": SimpleNamespace}
+    stand_in(monkeypatch, f"{library}.matmul_ogs", matmul_ogs=matmul_ogs, **parts)
+    constraints: list[dict[str, int]] = []
+    stand_in(monkeypatch, f"{library}.matmul_ogs_details.opt_flags", update_opt_flags_constraints=constraints.append)
+    stand_in(monkeypatch, f"{library}.routing", routing=routing)
+    stand_in(monkeypatch, f"{library}.swiglu", swiglu_fn="swiglu")
+    tensors = {"FP4": "fp4", "wrap_torch_tensor": lambda t, dtype=None: t, "convert_layout": lambda t, layout: t}
+    stand_in(monkeypatch, f"{library}.tensor", **tensors)
+    layouts = ("make_default_matmul_mxfp4_w_layout", "make_default_matmul_mxfp4_w_scale_layout")
+    stand_in(monkeypatch, f"{library}.tensor_details.layout", **dict.fromkeys(layouts, lambda **_: ("layout", {})))
+    assert_close(run_peer(monkeypatch, "triton_kernels", "mxfp4", shape))
+    assert constraints == [{"split_k": 1}]
+
+
 def test_logits_give_the_routing_back() -> None:
     routing = make_routing(SHAPE, 5, seed=1)
     weights, ids = logits_of(8, routing.topk_idx, routing.topk_weights).float().softmax(1).topk(2)
@@ -198,6 +244,7 @@ def test_batched_mm_sits_out_where_its_copies_would_not_fit() -> None:
         ("transformers_grouped_mm", "qwen3-30b-a3b", "mxfp8", "cpu", "takes bf16, not mxfp8"),
         ("vllm_triton", "qwen3-30b-a3b", "bf16", "cpu", "needs a GPU"),
         ("vllm_triton", "gpt-oss-20b", "bf16", "cuda", "SiLU without biases"),
+        ("triton_kernels", "deepseek-v4-flash", "mxfp4", "cuda", "gpt-oss's activation with biases"),
     ],
 )
 def test_peers_that_do_not_serve_a_layer_say_why(name: str, model: str, format: str, device: str, reason: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from warpring.activation import SILU
+from warpring.activation import SILU, Activation, gpt_oss_swiglu
 from warpring.bench.inputs import one_expert
 from warpring.bench.peer import Peer
 from warpring.bench.shapes import LayerShape
@@ -42,12 +42,14 @@ class Adapter:
         needs_gpu: whether it has no CPU form.
         make: the peer for a shape and format; raises ImportError where the library is missing, UnsupportedError where
             it does not serve them.
+        activation: the gated activation that it is compared on; gpt-oss's comes with biases, no other does.
     """
 
     name: str
     formats: tuple[str, ...]
     needs_gpu: bool
     make: Callable[[LayerShape, str], Peer]
+    activation: Activation = SILU
 
 
 def find_peers(
@@ -88,8 +90,9 @@ def why_not(name: str, shape: LayerShape, format: str, device: torch.device) -> 
         return f"takes {', '.join(adapter.formats)}, not {format}"
     if adapter.needs_gpu and device.type != "cuda":
         return "needs a GPU"
-    if shape.activation != SILU or shape.has_bias:
-        return "compared on SiLU without biases only"
+    if shape.activation != adapter.activation or shape.has_bias != (adapter.activation == gpt_oss_swiglu()):
+        named = "SiLU without biases" if adapter.activation == SILU else "gpt-oss's activation with biases"
+        return f"compared on {named} only"
     return None
 
 
@@ -259,6 +262,57 @@ def _flashinfer_cutlass(shape: LayerShape, format: str) -> Peer:
     return Peer("flashinfer_cutlass", note, prepare, bind, copies_weights=True)
 
 
+def _triton_kernels(shape: LayerShape, format: str) -> Peer:
+    library: Any = importlib.import_module("triton_kernels")
+    matmul: Any = importlib.import_module("triton_kernels.matmul_ogs")
+    routing: Any = importlib.import_module("triton_kernels.routing")
+    swiglu: Any = importlib.import_module("triton_kernels.swiglu")
+    tensor: Any = importlib.import_module("triton_kernels.tensor")
+    layout: Any = importlib.import_module("triton_kernels.tensor_details.layout")
+    flags: Any = importlib.import_module("triton_kernels.matmul_ogs_details.opt_flags")
+    # What vLLM sets on Hopper; without it the layout of the scales does not fit.
+    flags.update_opt_flags_constraints({"split_k": 1})
+    act = shape.activation
+    gate = matmul.FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit"))
+    fused = matmul.FusedActivation(gate, (act.alpha, act.limit), 2)
+
+    def swizzle(codes: torch.Tensor, scale: torch.Tensor) -> tuple[Any, Any]:
+        """[E, rows, K / 2] codes and [E, rows, K / 32] scales in the layouts that this GPU's kernel reads."""
+        value_layout, value_settings = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+        scale_layout, scale_settings = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
+        scale = torch.nn.functional.pad(scale, (0, -scale.shape[-1] % 4))
+        values = tensor.wrap_torch_tensor(codes.mT, dtype=tensor.FP4)
+        values = tensor.convert_layout(values, value_layout, **value_settings)
+        scales = tensor.convert_layout(tensor.wrap_torch_tensor(scale.mT), scale_layout, **scale_settings)
+        return values, matmul.PrecisionConfig(weight_scale=scales)
+
+    def prepare(experts: Experts) -> tuple[Any, ...]:
+        w13_scale, w2_scale = experts.w13.scale, experts.w2.scale
+        if w13_scale is None or w2_scale is None or experts.w13_bias is None or experts.w2_bias is None:
+            raise ArgumentError("_triton_kernels: experts must have scales and biases.")
+        # Its gate and up rows take turns.
+        w13, w13_scale, b13 = (t.transpose(1, 2).flatten(1, 2) for t in (experts.w13.data, w13_scale, experts.w13_bias))
+        return *swizzle(w13, w13_scale), b13.float(), *swizzle(experts.w2.data, w2_scale), experts.w2_bias.float()
+
+    def bind(
+        layer: tuple[Any, ...], x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> Call:
+        w13, config13, b13, w2, config2, b2 = layer
+        logits = logits_of(shape.num_experts, idx, weights)
+
+        def call() -> torch.Tensor:
+            data, gather, scatter = routing.routing(logits, shape.topk)
+            settings: dict[str, Any] = {"precision_config": config13, "fused_activation": fused}
+            h = matmul.matmul_ogs(x, w13, b13, data, gather_indx=gather, **settings)
+            settings = {"precision_config": config2, "gammas": data.gate_scal}
+            return matmul.matmul_ogs(h, w2, b2, data, scatter_indx=scatter, **settings)
+
+        return call
+
+    note = f"triton_kernels {getattr(library, '__version__', 'of unknown version')}, its own routing included"
+    return Peer("triton_kernels", note, prepare, bind, copies_weights=True)
+
+
 def _adapters() -> tuple[Adapter, ...]:
     both = ("bf16", "fp8_block")
     return (
@@ -268,6 +322,7 @@ def _adapters() -> tuple[Adapter, ...]:
         Adapter("sglang_triton", both, True, _sglang),
         Adapter("flashinfer_mono_moe", ("fp8_block",), True, _flashinfer_mono),
         Adapter("flashinfer_cutlass", both, True, _flashinfer_cutlass),
+        Adapter("triton_kernels", ("mxfp4",), True, _triton_kernels, gpt_oss_swiglu()),
     )
 
 

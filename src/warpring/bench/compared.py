@@ -12,9 +12,9 @@ from warpring.bench.records import OWN_IMPL, Record, newest
 #: What bench/peers.py measures.
 PEER_LAYERS = (
     ("qwen3-30b-a3b", "fp8_block"),
-    ("qwen3-30b-a3b", "bf16"),
     ("h2048xi512xe256xk8", "fp8_block"),
-    ("h2048xi512xe256xk8", "bf16"),
+    ("gpt-oss-120b", "mxfp4"),
+    ("qwen3-30b-a3b", "bf16"),
 )
 #: What bench/end_to_end.py measures.
 DECODE_BATCHES, CONTEXTS = (1, 4, 16, 32), (1 << 10, 4 << 10, 16 << 10, 32 << 10)
