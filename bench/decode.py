@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,9 +23,10 @@ from warpring.bench import bar
 from warpring.bench.console import HEADER, describe, row
 from warpring.bench.inputs import read_load
 from warpring.bench.layer import LayerBench
-from warpring.bench.records import append
+from warpring.bench.records import Record, append
 from warpring.bench.shapes import parse_shape
 from warpring.bench.tables import BATCHES, DECODE_FORMATS, DECODE_MODEL, DECODE_PATHS
+from warpring.errors import WarpringError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "decode.jsonl"
@@ -64,25 +66,56 @@ def main() -> int:
             recorded = load if routing == "recorded" else None
             bench = LayerBench(parse_shape(model), format, routing, args.device, args.repeats, args.seed, recorded)
             label = f"{model} {format}" if routing == "uniform" else f"{model} {format} {routing}"
-            runs = bench.run(
-                batches,
-                args.paths,
-                on_stage=lambda text, label=label: progress.update(task, description=f"{label}: {text}"),
-            )
-            for index, batch in enumerate(batches):
-                if args.time_budget is not None and time.monotonic() - start > args.time_budget:
-                    left += [f"{label} B={later}" for later in batches[index:]]
+
+            def stage(text: str, label: str = label) -> None:
+                progress.update(task, description=f"{label}: {text}")
+
+            done: set[int] = set()
+            runs = measured_batches(bench, batches, args.paths, stage, label, left)
+            while args.time_budget is None or time.monotonic() - start <= args.time_budget:
+                measured = next(runs, None)
+                if measured is None:
                     break
-                measured = next(runs)
-                if batch == batches[0]:
+                if not done:
                     progress.console.print(f"\n{describe(measured[0])}\n{HEADER}", highlight=False, soft_wrap=True)
                 for rec in measured:
                     append(args.output, rec)
                     progress.console.print(row(rec), highlight=False, soft_wrap=True)
-                progress.advance(task)
+                if measured[0]["num_tokens"] not in done:
+                    progress.advance(task)
+                done.add(measured[0]["num_tokens"])
+            else:
+                left += [f"{label} B={batch}: the time budget is spent" for batch in batches if batch not in done]
     if left:
-        print(f"\nthe time budget of {args.time_budget:.0f} s left out: {', '.join(left)}", file=sys.stderr)
+        print("\n".join(("", "left out", *left)), file=sys.stderr)
     return 1 if left else 0
+
+
+def measured_batches(
+    bench: LayerBench,
+    batches: Sequence[int],
+    paths: Sequence[str],
+    on_stage: Callable[[str], None],
+    label: str,
+    left: list[str],
+) -> Iterator[list[Record]]:
+    """The records of each batch. Where a path fails, the batches from there on are measured path by path."""
+    runs = bench.run(batches, paths, on_stage=on_stage)
+    for index, batch in enumerate(batches):
+        try:
+            measured = next(runs)
+        except (WarpringError, torch.OutOfMemoryError) as error:
+            failure = str(error)
+        else:
+            yield measured
+            continue
+        # Only here, where the error is gone, are the weights that its frames held gone too.
+        if len(paths) == 1:
+            left.append(f"{label} {paths[0]} from B={batch} on: {failure}")
+            return
+        for path in paths:
+            yield from measured_batches(bench, batches[index:], [path], on_stage, label, left)
+        return
 
 
 if __name__ == "__main__":

@@ -54,6 +54,20 @@ def test_decode_script_says_what_its_time_did_not_suffice_for(
     assert all(f"{format} B={batch}" in err for format in ("mxfp8", "nvfp4") for batch in (1, 2))
 
 
+def test_path_that_fails_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "warp" needs a GPU, so from the first batch on the two are measured one by one."""
+    output = tmp_path / "decode.jsonl"
+    argv = tiny(output)
+    argv[argv.index("reference")] = "warp,reference"
+    assert run(monkeypatch, "decode.py", *argv) == 1
+    points = [(r["format"], r["num_tokens"], r["path"]) for r in load(output)]
+    assert points == [(f, b, "reference") for f in ("mxfp8", "nvfp4") for b in (1, 2)]
+    err = capsys.readouterr().err
+    assert err.count("warp from B=1 on: moe_decode: path 'warp' needs CUDA tensors") == 2
+
+
 def test_plots_script_draws_what_was_measured_by_format_and_beside_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
