@@ -38,7 +38,7 @@ def args(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_one_rank_needs_no_group(layer: ExpertParallelDecode, inputs: Inputs) -> None:
     assert torch.equal(layer(*args(inputs)), run_layer(PROBLEM, *inputs.args()))
-    assert (layer.rank, layer.sm_counts) == (0, None)
+    assert (layer.rank, layer.sm_counts, layer.memory) == (0, None, "")
 
 
 @pytest.mark.parametrize(

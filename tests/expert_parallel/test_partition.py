@@ -160,6 +160,8 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, *, granted: tuple[int, int] | N
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(partition, "sm_limits", limits)
     monkeypatch.setattr(partition, "split_device", split)
+    monkeypatch.setattr(partition, "has_workqueues", lambda index: False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"plain stream of {index}")
     return streams
@@ -224,3 +226,20 @@ def test_a_sequence_has_all_sms_for_every_role_and_no_streams(monkeypatch: pytes
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ArgumentError, match="mode must be one of auto, green, streams, sequence; got 'both'"):
         open_partition(0, mode="both")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("connections", "own_queues", "refused"), [("1", False, True), ("1", True, False), ("8", False, False)]
+)
+def test_one_hardware_queue_for_all_streams_is_refused(
+    connections: str, own_queues: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_driver(monkeypatch, granted=(16, 116))
+    monkeypatch.setattr(partition, "has_workqueues", lambda index: own_queues)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    open_partition(0, mode="sequence")
+    if refused:
+        with pytest.raises(UnsupportedError, match="CUDA_DEVICE_MAX_CONNECTIONS must be above 1"):
+            open_partition(0)
+    else:
+        open_partition(0)

@@ -28,6 +28,7 @@ class Engine(Protocol):
     """What runs the roles of one rank: the kernels on a GPU (roles.py), or torch on a CPU (reference.py)."""
 
     ranks: Ranks
+    memory: str
 
     @property
     def sm_counts(self) -> Split | None:
@@ -142,6 +143,11 @@ class ExpertParallelDecode:
     def sm_counts(self) -> Split | None:
         """SMs that the driver granted to communication and compute; None on a CPU."""
         return None if self._engine is None else self._engine.sm_counts
+
+    @property
+    def memory(self) -> str:
+        """The workspace's regions and their bytes, for people; empty on a CPU, and once closed."""
+        return "" if self._engine is None else self._engine.memory
 
     def __call__(
         self,

@@ -6,6 +6,7 @@ together are all of the device's. A driver adds its own: a least partition, and 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.formats import ceil_div
-from warpring.runtime.green import GreenStream, SmLimits, sm_limits, split_device
+from warpring.runtime.green import GreenStream, SmLimits, has_workqueues, sm_limits, split_device
 
 PartitionMode = Literal["auto", "green", "streams", "sequence"]
 MODES: tuple[str, ...] = get_args(PartitionMode)
@@ -162,6 +163,7 @@ def open_partition(device_index: int, comm_sms: int | None = None, mode: Partiti
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
     if mode == "sequence":
         return Partition(mode, Split(num_sms, num_sms))
+    _check_connections(device_index)
     reason: str | None = None
     if mode != "streams":
         try:
@@ -180,6 +182,16 @@ def open_partition(device_index: int, comm_sms: int | None = None, mode: Partiti
             stacklevel=3,
         )
     return Partition("streams", split, (torch.cuda.Stream(device_index), torch.cuda.Stream(device_index)), reason)
+
+
+def _check_connections(device_index: int) -> None:
+    """Raise where all streams share one hardware queue: role2 would stand behind role1, which waits for it."""
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if connections.strip() == "1" and not has_workqueues(device_index):
+        raise UnsupportedError(
+            "partition: CUDA_DEVICE_MAX_CONNECTIONS must be above 1, since roles on two streams wait for each other; got 1. "
+            "Unset it, set 8 or more before CUDA starts, or take partition='sequence'."
+        )
 
 
 def _open_green(device_index: int, comm_sms: int | None) -> Partition:

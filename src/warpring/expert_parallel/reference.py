@@ -25,6 +25,7 @@ class GlooEngine:
     """role1 to role4 of one rank in plain torch. See `Engine` in layer.py for the methods."""
 
     sm_counts: Split | None = None
+    memory = ""
 
     def __init__(
         self, problem: Problem, group: Any | None, experts: Experts, shared: Experts | None, timeout: float
