@@ -1,8 +1,9 @@
 // feed_ring.cu   role1's half of the ring for tests of role2: blocks prepared by the host go into slots as these become free.
+// The last num_blocks - num_fed of them never come.
 #include "ep_common.cuh"
 
 extern "C" __global__ void feed_ring(const EpParams params, const int32_t* gmem_blocks, const uint8_t* gmem_infos,
-                                     const uint8_t* gmem_images, const float* gmem_scales, int32_t num_blocks,
+                                     const uint8_t* gmem_images, const float* gmem_scales, int32_t num_blocks, int32_t num_fed,
                                      int32_t plan_first) {
     const EpSync sync = ep_sync(params, params.gmem_state->generation + 1);
     const auto plan = [&](int b) {
@@ -10,7 +11,7 @@ extern "C" __global__ void feed_ring(const EpParams params, const int32_t* gmem_
     };
     for (int b = 0; b < num_blocks && plan_first; ++b) plan(b);
     if (threadIdx.x == 0 && plan_first) write_plan_blocks(params, sync.generation, num_blocks);
-    for (int b = 0; b < num_blocks; ++b) {
+    for (int b = 0; b < num_fed; ++b) {
         if (!plan_first) plan(b);
         const RingPlace place = ring_place(params, params.gmem_state->block_base, b);
         if (threadIdx.x == 0) {

@@ -1,7 +1,11 @@
-"""role2 alone, emulated: a feeder brings blocks, partial results must be bit for bit what experts_oracle.py computes."""
+"""role2 alone, emulated: a feeder brings blocks; partial results must be the bits that experts_oracle.py computes."""
 
 from __future__ import annotations
 
+import ctypes
+import io
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +18,18 @@ from experts_oracle import expert_block
 from warpring import SILU, Activation, Experts, gpt_oss_swiglu
 from warpring.expert_parallel.arithmetic import Published, partial_dtype, publish
 from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS, experts_spec
+from warpring.expert_parallel.flags import Code, Flag
 from warpring.expert_parallel.packing import pack_ep
-from warpring.expert_parallel.problem import ActivationForm, Problem
-from warpring.expert_parallel.workspace import make_params, pinned_error, plan_layout, plan_schedule, read_error
-from warpring.runtime.jit import KernelSpec
+from warpring.expert_parallel.problem import BLOCK_SIZES, ActivationForm, Problem
+from warpring.expert_parallel.workspace import (
+    EpState,
+    make_params,
+    pinned_error,
+    plan_layout,
+    plan_schedule,
+    read_error,
+)
+from warpring.runtime.jit import KERNEL_DIR, KernelSpec, compile_kernel
 from warpring.runtime.launch import int32
 
 EMULATED = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
@@ -70,14 +82,16 @@ class Role2:
         raw = self.regions[rank][part.offset : part.offset + part.num_bytes]
         return raw.view(partial_dtype(problem.activation)).view(shape)
 
-    def run(self, blocks: Sequence[Block], seed: int, plan_first: bool, rank: int = 0, fed: int | None = None) -> None:
-        """One call; `fed` blocks of it really come, by default all."""
+    def run(
+        self, blocks: Sequence[Block], seed: int, plan_first: bool = True, fed: int | None = None, planned: bool = True
+    ) -> None:
+        """One call on rank 0; only the first `fed` blocks come, and not even the plan without `planned`."""
         problem = self.problem
         params = make_params(
             problem,
             self.schedule,
             self.layout,
-            rank=rank,
+            rank=0,
             addresses=[region.data_ptr() for region in self.regions],
             local_address=self.local.data_ptr(),
             error_address=self.error.data_ptr(),
@@ -88,16 +102,13 @@ class Role2:
         plan = torch.tensor([[b.expert, len(b.pairs)] for b in blocks], dtype=torch.int32).reshape(-1, 2)
         infos, images, scales = (torch.stack(t) if t else torch.zeros(0) for t in self._prepare(blocks))
         feeder = load(KernelSpec("feed_ring.cu", "feed_ring", spec.macros), Path(__file__).parent)
-        feed = (plan, infos, images, scales, int32(len(blocks)), int32(plan_first))
-        if fed is not None:
-            feed = (plan, infos, images, scales, int32(fed), int32(plan_first))
+        num_fed = len(blocks) if fed is None else fed
+        feed = (plan, infos, images, scales, int32(len(blocks)), int32(num_fed), int32(plan_first))
         ctas = self.schedule.compute_ctas
-        run(
-            [Launch(feeder, (1, 1, 1), 64, (params, *feed))],
-            [Launch(load(spec), (ctas, 1, 1), EXPERTS_THREADS, (params, self.packed.arguments()))],
-            seed=seed,
-            concurrent=True,
-        )
+        streams = [[Launch(load(spec), (ctas, 1, 1), EXPERTS_THREADS, (params, self.packed.arguments()))]]
+        if planned:
+            streams.append([Launch(feeder, (1, 1, 1), 64, (params, *feed))])
+        run(*streams, seed=seed, concurrent=True)
         self.calls += 1
         self.blocks_run += len(blocks)
 
@@ -243,3 +254,121 @@ def test_partial_results_are_the_oracles_bit_for_bit(
     blocks = make_blocks(problem, random_counts(block_m, 5, g), g)
     role2.run(blocks, seed=seed, plan_first=bool(seed % 2))
     check(role2, [blocks])
+
+
+@EMULATED
+@pytest.mark.parametrize(("format", "activation"), [("mxfp4", "fp8"), ("fp8_block", "bf16")])
+def test_slots_are_used_again_within_a_call_and_over_calls(format: str, activation: ActivationForm) -> None:
+    problem, g = small_problem(
+        20, hidden=128, intermediate=64, format=format, activation=activation, block_m=8, max_tokens_per_rank=64
+    )
+    role2 = Role2(problem, make_experts(problem, 3, format, g), compute_ctas=2)
+    sizes = (3 * role2.schedule.num_slots + 1, 0, 2)
+    everything = make_blocks(problem, random_counts(8, sum(sizes), g), g)
+    calls: list[list[Block]] = []
+    for seed, size in enumerate(sizes):
+        calls.append([everything.pop() for _ in range(size)])
+        role2.run(calls[-1], seed=seed, plan_first=seed == 1)
+    check(role2, calls)
+
+
+@EMULATED
+def test_bits_depend_neither_on_the_grid_nor_on_the_schedule_nor_on_the_blocks() -> None:
+    """The same pairs in blocks of up to 8, 16 or 64 tokens, on 1 to 4 CTAs."""
+    results: list[torch.Tensor] = []
+    for seed, (block_m, ctas) in enumerate([(8, 1), (16, 4), (64, 3)]):
+        problem, g = small_problem(30, hidden=160, intermediate=96, format="mxfp4", block_m=block_m)
+        experts = make_experts(problem, 3, "mxfp4", g)
+        (whole,) = make_blocks(problem, [(1, 37)], g)
+        parts = [slice(at, min(at + block_m, 37)) for at in range(0, 37, block_m)]
+        blocks = [Block(1, whole.tokens[part], whole.weights[part], whole.pairs[part]) for part in parts]
+        role2 = Role2(problem, experts, ctas)
+        role2.run(blocks, seed=seed + 5)
+        results.append(torch.stack([role2.partials(rank).view(torch.uint8) for rank in range(2)]))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@EMULATED
+@pytest.mark.parametrize("shared_format", ["fp8_block", "mxfp4"])
+def test_shared_experts_run_in_the_same_list_of_tasks(shared_format: str) -> None:
+    problem, g = small_problem(
+        40, hidden=160, intermediate=192, format="mxfp4", num_shared=2, shared_format=shared_format, block_m=16
+    )
+    routed, shared = make_experts(problem, 3, "mxfp4", g), make_experts(problem, 2, shared_format, g)
+    role2 = Role2(problem, routed, 3, shared)
+    blocks = make_blocks(problem, [(3, 16), (4, 2), (0, 9), (2, 1)], g)
+    role2.run(blocks, seed=2, plan_first=False)
+    check(role2, [blocks])
+
+
+@EMULATED
+@pytest.mark.parametrize("activation", ["fp8", "bf16"])
+def test_a_nan_stays_with_its_pair(activation: ActivationForm) -> None:
+    problem, g = small_problem(50, hidden=128, intermediate=64, activation=activation, block_m=8)
+    role2 = Role2(problem, make_experts(problem, 3, "fp8_block", g), 2)
+    x = torch.randn(5, 128, generator=g).bfloat16()
+    x[1, 7], x[3, 9] = float("nan"), float("inf")
+    pairs = [(t % 2, t, 0) for t in range(5)]
+    role2.run([Block(1, publish(problem, x), torch.ones(5), pairs)], seed=3)
+    for token, (owner, row, slot) in enumerate(pairs):
+        result = role2.partials(owner)[row, slot].float()
+        assert bool(result.isfinite().all()) == (token not in (1, 3))
+        assert token not in (1, 3) or not bool(result.isfinite().any())
+
+
+@EMULATED
+@pytest.mark.parametrize(("planned", "flag"), [(True, Flag.L1_FULL), (False, Flag.PLAN)])
+def test_what_never_comes_poisons_the_layer_and_publishes_nothing(planned: bool, flag: Flag) -> None:
+    problem, g = small_problem(60, hidden=128, intermediate=128, format="mxfp4", block_m=8)
+    role2 = Role2(problem, make_experts(problem, 3, "mxfp4", g), 3)
+    blocks = make_blocks(problem, [(0, 3), (1, 8), (2, 5)], g)
+    role2.run(blocks, seed=4, fed=2, planned=planned)
+    error = read_error(role2.error)
+    assert (error.code, error.flag) == (Code.TIMEOUT, flag)
+    assert (error.rank, error.generation) == (0, 1)
+    state = role2.local[: ctypes.sizeof(EpState)].numpy().tobytes()
+    assert EpState.from_buffer_copy(state).poison == 1
+    done = role2.regions[1][role2.layout.offset("done") :][:8].view(torch.int64)
+    assert done.item() < role2.schedule.compute_ctas
+    for owner, token, slot in blocks[2].pairs:
+        assert bool((role2.partials(owner)[token, slot].view(torch.uint8) == POISON).all())
+
+
+def test_kernels_compile_without_spills_and_without_products_one_at_a_time() -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
+    for format, activation in itertools.product(("fp8_block", "mxfp4"), ("fp8", "bf16")):
+        problem = Problem(4096, 2048, 256, 6, 2, 256, format=format, activation=activation, block_m=64)
+        log = compile_log(experts_spec(problem))
+        assert re.findall(r"\(C7\d\d\d\).*", log) == []
+        assert "Used 168 registers" in log
+        assert re.findall(r"[1-9]\d* bytes spill.*", log) == []
+
+
+@pytest.mark.parametrize("block_m", BLOCK_SIZES)
+def test_every_policy_compiles_at_every_block_size(block_m: int) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
+    gelu = Activation(gate_fn="gelu_tanh")
+    problem = Problem(2880, 2880, 128, 4, 2, 64, format="fp8_channel", block_m=block_m, gate=gelu, num_shared=1)
+    cubin = compile_kernel(experts_spec(problem), "sm_90a")
+    assert cubin.registers == 168
+    assert cubin.spill_bytes == 0
+
+
+def compile_log(spec: KernelSpec) -> str:
+    """What ptxas says while it compiles `spec`: jit keeps only the resources."""
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    options = ProgramOptions(
+        name=spec.source,
+        arch="sm_90a",
+        std="c++17",
+        include_path=str(KERNEL_DIR),
+        define_macro=[(name, value) if value else name for name, value in spec.macros],
+        ptxas_options=["-v"],
+    )
+    program = Program((KERNEL_DIR / spec.source).read_text(), "c++", options)
+    program.compile("cubin", logs=log)
+    program.close()
+    return log.getvalue()

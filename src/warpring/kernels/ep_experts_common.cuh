@@ -17,7 +17,7 @@ using Shared = WARPRING_SHARED_FORMAT;
 constexpr int kConsumerWarps = 8, kConsumers = kConsumerWarps * kLanes;
 constexpr int kThreads = kConsumers + 128;  // one warpgroup of producers
 // Registers a thread: the launch gives all of them 168, the producers' spare ones go to the consumers.
-constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
+constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
 constexpr int kConsumerBarrier = 1;         // the named barrier of the consumers; 0 is __syncthreads
 
 constexpr int kChunkColumns = 128;
