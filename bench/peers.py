@@ -31,6 +31,7 @@ from warpring.bench.peer import Peer
 from warpring.bench.records import append
 from warpring.bench.shapes import parse_shape
 from warpring.bench.timing import capture
+from warpring.errors import WarpringError
 from warpring.reference import moe_exact
 
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
@@ -68,23 +69,40 @@ def main() -> int:
     # Every trial ends before anything is timed.
     able = {key: finish_trials(running, *key, args.device, verdicts) for key, running in trials.items()}
     for (model, format), peers in able.items():
-        for batch in measure(args, model, format, peers, start):
+        for said in measure_layer(args, model, format, peers, start):
             for name in verdicts:
-                verdicts[name].append(f"{model} {format} B={batch}: left out, the time budget is spent")
+                verdicts[name].append(f"{model} {format}: {said}")
     print("\npeers")
     for name, said in verdicts.items():
         print("\n".join(f"  {name:<26}{line}" for line in said))
     return 0
 
 
-def measure(args: argparse.Namespace, model: str, format: str, peers: list[Peer], start: float) -> list[int]:
-    """Append and print the records of one shape and format; the batches that the time did not suffice for."""
+def measure_layer(args: argparse.Namespace, model: str, format: str, peers: list[Peer], start: float) -> list[str]:
+    """Append and print the records of one shape and format; says what was not measured."""
+    try:
+        return measure(args, args.paths, model, format, peers, start)
+    except WarpringError as error:
+        failure = str(error)
+    # A path of ours that fails must not cost the peers their records: once more, beside the first one alone.
+    if len(args.paths) == 1:
+        return [failure]
+    return [
+        failure,
+        *measure_layer(argparse.Namespace(**vars(args) | {"paths": args.paths[:1]}), model, format, peers, start),
+    ]
+
+
+def measure(
+    args: argparse.Namespace, paths: list[str], model: str, format: str, peers: list[Peer], start: float
+) -> list[str]:
+    """Append and print the records; says which batches the time did not suffice for."""
     bench = LayerBench(parse_shape(model), format, device=args.device, repeats=args.repeats)
     batches = [int(batch) for batch in args.batches]
-    runs = bench.run(batches, args.paths, peers=peers)
+    runs = bench.run(batches, paths, peers=peers)
     for index, batch in enumerate(batches):
         if args.time_budget is not None and time.monotonic() - start > args.time_budget:
-            return batches[index:]
+            return [f"B={later}: left out, the time budget is spent" for later in batches[index:]]
         measured = next(runs)
         if batch == batches[0]:
             print(f"\n{describe(measured[0])}\n{HEADER}")

@@ -277,7 +277,7 @@ def test_script_records_the_peers_that_are_there_and_names_the_others(
     output = tmp_path / "peers.jsonl"
     argv = [
         "peers.py", "--device", "cpu", "--models", "h64xi32xe4xk2", "--formats", "bf16", "--batches", "2",
-        "--repeats", "1", "--paths", "reference", "--peers", "transformers_grouped_mm,vllm_triton",
+        "--repeats", "1", "--paths", "reference,warp", "--peers", "transformers_grouped_mm,vllm_triton",
         "--output", str(output),
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", argv)
@@ -285,6 +285,7 @@ def test_script_records_the_peers_that_are_there_and_names_the_others(
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert [rec["impl"] for rec in load(output)] == ["warpring", "transformers_grouped_mm"]
     said = capsys.readouterr().out
+    assert "moe_decode: path 'warp' needs CUDA tensors" in said, "a path of ours that fails costs its own records alone"
     assert "vllm_triton               h64xi32xe4xk2 bf16: left out, needs a GPU" in said
     assert "transformers_grouped_mm   h64xi32xe4xk2 bf16: timed in a CUDA graph, cosine 0.99" in said
 
