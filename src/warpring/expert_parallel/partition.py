@@ -189,8 +189,8 @@ def _check_connections(device_index: int) -> None:
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if connections.strip() == "1" and not has_workqueues(device_index):
         raise UnsupportedError(
-            "partition: CUDA_DEVICE_MAX_CONNECTIONS must be above 1, since roles on two streams wait for each other; got 1. "
-            "Unset it, set 8 or more before CUDA starts, or take partition='sequence'."
+            "partition: CUDA_DEVICE_MAX_CONNECTIONS must be above 1, since roles on two streams wait for each other; "
+            "got 1. Unset it, set 8 or more before CUDA starts, or take partition='sequence'."
         )
 
 

@@ -1,0 +1,283 @@
+"""The layer on real GPUs: graphs read back, partitions seen at work, replays, and peers that die or stall."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ep_ranks import run_ranks
+from moe_inputs import make_inputs
+
+from warpring import ArgumentError, Experts
+from warpring.bench.ep_cases import FORMATS, Case, Verifier, cases
+from warpring.errors import PeerTimeoutError, PoisonedError, WorkspaceBusyError
+from warpring.expert_parallel.arithmetic import run_layer
+from warpring.expert_parallel.layer import ExpertParallelDecode
+from warpring.expert_parallel.partition import MODES, Partition, check_split, open_partition
+from warpring.expert_parallel.problem import Problem
+from warpring.runtime.by_value import KernelArguments, Launch
+from warpring.runtime.jit import KernelSpec
+from warpring.runtime.launch import load
+
+pytestmark = pytest.mark.gpu
+LEAST_COSINE = 0.9999997
+PROBLEM = Problem(512, 256, 16, 4, 1, 32, format="mxfp4")
+CUDA = torch.device("cuda", 0)
+
+
+def experts_of(problem: Problem) -> tuple[Experts, Experts | None]:
+    sizes = (problem.hidden, problem.intermediate)
+    routed = make_inputs(1, *sizes, problem.num_experts, 1, format=problem.format, seed=1).experts.to(CUDA)
+    if not problem.num_shared:
+        return routed, None
+    shared = make_inputs(1, *sizes, problem.num_shared, 1, format=problem.shared_format, seed=2).experts
+    return routed, shared.to(CUDA)
+
+
+class Buffers:
+    """Tensors of a call that a captured graph reads, and their filling."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        rows, topk = problem.max_tokens_per_rank, problem.topk
+        self.x = torch.zeros(rows, problem.hidden, dtype=torch.bfloat16, device=CUDA)
+        self.topk_idx = torch.zeros(rows, topk, dtype=torch.int32, device=CUDA)
+        self.topk_weights = torch.zeros(rows, topk, device=CUDA)
+        self.count = torch.zeros(1, dtype=torch.int32, device=CUDA)
+        self.out = torch.full_like(self.x, torch.nan)
+
+    def fill(self, num_tokens: int, seed: int) -> None:
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        self.x.normal_(generator=generator)
+        scores = torch.rand(len(self.x), self.problem.num_experts, device=CUDA, generator=generator)
+        weights, ids = scores.topk(self.problem.topk)
+        self.topk_idx.copy_(ids)
+        self.topk_weights.copy_(weights)
+        self.x[num_tokens:] = torch.nan
+        self.count.fill_(num_tokens)
+
+    def args(self) -> tuple[torch.Tensor, ...]:
+        return self.x, self.topk_idx, self.topk_weights, self.count
+
+    def check(self, experts: Experts, shared: Experts | None) -> None:
+        n = int(self.count)
+        inputs = (self.x[:n], experts, self.topk_idx[:n].long(), self.topk_weights[:n])
+        expected = run_layer(self.problem, *inputs, shared, sums="tensor_core").double()
+        y = self.out[:n].double()
+        cosine = (y * expected).sum(1) / (y.norm(dim=1) * expected.norm(dim=1))
+        assert n == 0 or cosine.min().item() >= LEAST_COSINE
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "green"])
+@pytest.mark.parametrize("changes", [{}, {"num_shared": 1}, {"activation": "bf16", "format": "fp8_block"}], ids=str)
+def test_replays_with_other_inputs_and_counts(mode: str, changes: dict[str, Any]) -> None:
+    problem = replace(PROBLEM, **changes)
+    experts, shared = experts_of(problem)
+    buffers = Buffers(problem)
+    partition: Any = mode
+    with ExpertParallelDecode(problem, None, experts, shared=shared, partition=partition, timeout=5.0) as layer:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(*buffers.args(), out=buffers.out)
+        for number, count in enumerate((32, 0, 1, 17, 32, 5)):
+            buffers.fill(count, seed=number)
+            graph.replay()
+            torch.cuda.synchronize()
+            layer.check()
+            buffers.check(experts, shared)
+
+
+@pytest.mark.parametrize("num_shared", [0, 1])
+def test_a_child_graph_replays_too(num_shared: int) -> None:
+    problem = replace(PROBLEM, num_shared=num_shared)
+    experts, shared = experts_of(problem)
+    buffers = Buffers(problem)
+    with ExpertParallelDecode(problem, None, experts, shared=shared, child_graph=True, timeout=5.0) as layer:
+        if layer.sm_counts is None or not green(layer):
+            pytest.skip("needs Green Contexts; this GPU or driver has none")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(*buffers.args(), out=buffers.out)
+        for count in (32, 3):
+            buffers.fill(count, seed=count)
+            graph.replay()
+            torch.cuda.synchronize()
+            layer.check()
+            buffers.check(experts, shared)
+
+
+def green(layer: ExpertParallelDecode) -> bool:
+    """Whether a layer runs in Green Contexts."""
+    partition: Partition = layer._engine._partition  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    return partition.mode == "green"
+
+
+@pytest.mark.parametrize("num_shared", [0, 1])
+def test_the_captured_graph_read_back(num_shared: int) -> None:
+    from cuda.bindings import driver
+
+    problem = replace(PROBLEM, num_shared=num_shared)
+    experts, shared = experts_of(problem)
+    buffers = Buffers(problem)
+    with ExpertParallelDecode(problem, None, experts, shared=shared, timeout=5.0) as layer:
+        if not green(layer):
+            pytest.skip("needs Green Contexts; this GPU or driver has none")
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            layer(*buffers.args(), out=buffers.out)
+        handle = driver.CUgraph(graph.raw_cuda_graph())
+        _, _, count = driver.cuGraphGetNodes(handle, 0)
+        _, nodes, _ = driver.cuGraphGetNodes(handle, count)
+        kernels = [node for node in nodes if int(driver.cuGraphNodeGetType(node)[1]) == 0]
+        assert len(kernels) == 3 + num_shared
+        grids = [driver.cuGraphKernelNodeGetParams(node)[1].gridDimX for node in kernels]
+        split = layer.sm_counts
+        assert split is not None
+        assert sorted(grids) == sorted([split.comm_sms] * (1 + num_shared) + [split.compute_sms, 132])
+        contexts = {int(driver.cuGraphKernelNodeGetParams(node)[1].ctx) for node in kernels}
+        assert len(contexts) == 3
+        _, sources, targets, _, edges = driver.cuGraphGetEdges(handle, 64)
+        last = kernels[grids.index(132)]
+        into_last = [int(source) for source, target in zip(sources, targets, strict=False) if int(target) == int(last)]
+        assert len(into_last) == 2
+        roots = {int(node) for node in kernels} - {int(target) for target in targets[:edges]}
+        assert int(kernels[grids.index(split.compute_sms)]) in roots
+
+
+# Partitions
+
+
+def probe(num_ctas: int, busy_ns: int) -> tuple[Launch, tuple[torch.Tensor, ...]]:
+    """A kernel that stays on its SMs for some time, and where it writes which and when."""
+    source = str(Path(__file__).parent / "partition_probe.cu")
+    kernel = load(KernelSpec(source, "partition_probe"), 0)
+    written = tuple(torch.zeros(num_ctas, dtype=torch.int64, device=CUDA) for _ in range(3))
+    addresses = [ctypes.c_uint64(tensor.data_ptr()) for tensor in written]
+    arguments = KernelArguments(*addresses, ctypes.c_uint64(busy_ns))
+    return Launch(kernel, num_ctas, 32, arguments), written
+
+
+def test_partitions_are_disjoint_and_run_at_the_same_time() -> None:
+    try:
+        partition = open_partition(0, mode="green")
+    except Exception as error:
+        pytest.skip(f"needs Green Contexts: {error}")
+    check_split(partition.split, torch.cuda.get_device_properties(0).multi_processor_count)
+    assert partition.streams is not None
+    launches = [probe(sms * 4, 2_000_000) for sms in (partition.split.comm_sms, partition.split.compute_sms)]
+    torch.cuda.synchronize()
+    for (launch, _), stream in zip(launches, partition.streams, strict=True):
+        launch.on(stream)
+    torch.cuda.synchronize()
+    (comm_sms, comm_start, comm_end), (compute_sms, compute_start, compute_end) = (written for _, written in launches)
+    assert not set(comm_sms.tolist()) & set(compute_sms.tolist())
+    assert len(set(comm_sms.tolist())) <= partition.split.comm_sms
+    assert len(set(compute_sms.tolist())) <= partition.split.compute_sms
+    assert comm_start.min() < compute_end.max()
+    assert compute_start.min() < comm_end.max()
+    partition.close()
+
+
+# What goes wrong
+
+
+def test_a_count_beyond_the_rows_is_an_error_and_poisons() -> None:
+    experts, _ = experts_of(PROBLEM)
+    buffers = Buffers(PROBLEM)
+    layer = ExpertParallelDecode(PROBLEM, None, experts, timeout=5.0)
+    buffers.fill(33, seed=0)
+    layer(*buffers.args(), out=buffers.out)
+    torch.cuda.synchronize()
+    with pytest.raises(ArgumentError, match="the device held 33"):
+        layer(*buffers.args())
+    assert buffers.out.isnan().all()
+    with pytest.raises(PoisonedError):
+        layer(*buffers.args())
+    layer.close()
+    with ExpertParallelDecode(PROBLEM, None, experts, timeout=5.0) as rebuilt:
+        buffers.fill(4, seed=1)
+        rebuilt(*buffers.args(), out=buffers.out)
+        torch.cuda.synchronize()
+        buffers.check(experts, None)
+
+
+def test_replays_that_overlap_are_an_error() -> None:
+    experts, _ = experts_of(PROBLEM)
+    buffers, others = Buffers(PROBLEM), Buffers(PROBLEM)
+    layer = ExpertParallelDecode(PROBLEM, None, experts, timeout=5.0)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph, own in zip(graphs, (buffers, others), strict=True):
+        own.fill(32, seed=3)
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                layer(*own.args(), out=own.out)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises((WorkspaceBusyError, PeerTimeoutError)):
+        layer.check()
+    layer.close()
+
+
+# Several GPUs
+
+
+def device_of(rank: int) -> torch.device:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def verify(rank: int, name: str, num_shared: int) -> list[tuple[str, bool, float]]:
+    verifier = Verifier(name, dist.group.WORLD, device_of(rank), num_shared=num_shared, timeout=20.0)
+    form = verifier.problem.activation
+    with verifier.layer:
+        chosen = cases(256)[::4]
+        outcomes = [(case, verifier.run(case, replays=100, checked=5)) for case in chosen]
+    return [(str(case), outcome.met(form), outcome.cosine) for case, outcome in outcomes]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("num_shared", [0, 1])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("h")])
+def test_two_gpus_give_what_the_arithmetic_gives(name: str, num_shared: int) -> None:
+    for outcomes in run_ranks(verify, 2, name, num_shared):
+        assert [(case, cosine) for case, met, cosine in outcomes if not met] == []
+
+
+def fail(rank: int, how: str) -> tuple[str, Any, float]:
+    """After a good call rank 1 dies, or comes too late: what rank 0 sees, and when."""
+    verifier = Verifier("h288xi96xe24xk5", dist.group.WORLD, device_of(rank), timeout=3.0)
+    verifier.run(Case(8), replays=2, checked=1)
+    if rank == 1:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(10)
+    start = time.monotonic()
+    try:
+        verifier.run(Case(8), replays=1, checked=1)
+    except PeerTimeoutError as error:
+        return "PeerTimeoutError", (error.rank, error.peer), time.monotonic() - start
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", None, time.monotonic() - start
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("how", ["dies", "comes late"])
+def test_a_peer_that_is_gone_is_named_within_the_bound(how: str) -> None:
+    results = run_ranks(fail, 2, how)
+    kind, ranks, seconds = results[0]
+    assert (kind, ranks) == ("PeerTimeoutError", (0, 1))
+    assert 2.5 < seconds < 20
+    assert (results[1] is None) == (how == "dies")
