@@ -44,8 +44,9 @@ bench: setup-test ## measure the rows of README's table on this GPU, into bench/
 bench-all: setup-test ## measure every figure of docs/ on this GPU, step by step; a second call goes on
 	@PYTHON=$(BIN)/python bash bench/gpu_session.sh $(ARGS)
 
-tables: setup-test ## write the tables and plots of README and docs from bench/results
+tables: setup-test ## write tables, plots and crossovers from bench/results
 	@$(BIN)/python -m warpring.bench.tables
+	@$(BIN)/python -m warpring.bench.crossovers
 	@$(BIN)/python bench/plots.py
 
 wheel: setup-test ## build dist/warpring-*.whl

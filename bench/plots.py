@@ -1,4 +1,5 @@
-"""Draw docs/img/*.svg: a plot a format of the standard rows (decode.jsonl), and one a layer beside peers (peers.jsonl).
+"""Draw docs/img/*.svg: a plot a format of the standard rows (decode.jsonl), one a layer beside peers (peers.jsonl), and
+the ablation of our own paths (every *.jsonl beside decode.jsonl that has their records).
 
 PYTHONPATH=src python bench/plots.py [--output FOLDER]
 """
@@ -9,10 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from warpring.bench.ablation import PATHS, plot_ablation
 from warpring.bench.compared import PEER_LAYERS
 from warpring.bench.plots import plot_decode
-from warpring.bench.records import load
-from warpring.bench.tables import DECODE_FORMATS, DECODE_MODEL, decode_records
+from warpring.bench.records import Record, load
+from warpring.bench.tables import DECODE_FORMATS, DECODE_MODEL, decode_records, on_latest_gpu
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +35,25 @@ def main() -> int:
         if points:
             plot_decode(points, target)
         print(f"{target}: {f'{len(points)} points' if points else 'no records, not drawn'}")
+    own = ablation_records([rec for path in sorted(args.results.parent.glob("*.jsonl")) for rec in load(path)])
+    target = args.output / f"ablation-{DECODE_MODEL}.svg"
+    if own:
+        plot_ablation(own, target)
+    print(f"{target}: {f'{len(own)} points' if own else 'no records, not drawn'}")
     return 0
+
+
+def ablation_records(records: list[Record]) -> list[Record]:
+    """Uniform decode records of DECODE_MODEL on the GPU that was measured last, at every batch."""
+    ours = on_latest_gpu(
+        [
+            rec
+            for rec in records
+            if rec["bench"] == "decode" and "gpu" in rec and rec["model"] == DECODE_MODEL
+            and rec["routing"] == "uniform" and rec["format"] in DECODE_FORMATS and rec.get("path") in PATHS
+        ]
+    )  # fmt: skip
+    return sorted(ours, key=lambda rec: DECODE_FORMATS.index(rec["format"]))
 
 
 if __name__ == "__main__":

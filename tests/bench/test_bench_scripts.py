@@ -82,5 +82,24 @@ def test_plots_script_draws_what_was_measured_by_format_and_beside_peers(
     files = ["--results", str(tmp_path / "decode.jsonl"), "--peers", str(tmp_path / "peers.jsonl")]
     assert run(monkeypatch, "plots.py", *files, "--output", str(tmp_path / "img")) == 0
     drawn = sorted(path.name for path in (tmp_path / "img").iterdir())
-    assert drawn == ["decode-qwen3-30b-a3b-mxfp8.svg", "peers-qwen3-30b-a3b-bf16.svg"]
+    assert drawn == [
+        "ablation-qwen3-30b-a3b.svg",
+        "decode-qwen3-30b-a3b-mxfp8.svg",
+        "peers-qwen3-30b-a3b-bf16.svg",
+    ]
     assert capsys.readouterr().out.count("no records, not drawn") == 5
+
+
+def test_grouped_script_measures_decode_paths_up_to_a_batch_and_grouped_ones_at_every_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "grouped.jsonl"
+    sizes = ["--models", "h64xi32xe6xk2", "--formats", "mxfp4", "--batches", "513,2", "--repeats", "1"]
+    argv = [*sizes, "--device", "cpu", "--output", str(output)]
+    assert run(monkeypatch, "grouped.py", *argv) == 0
+    points = [(r["num_tokens"], r.get("path", r["impl"])) for r in load(output)]
+    packed = "warpring_grouped_packed"
+    assert points == [(2, "cores"), (2, "grouped"), (2, packed), (513, "grouped"), (513, packed)]
+    assert "transformers_grouped_mm is left out: takes bf16, not mxfp4" in capsys.readouterr().out
+    assert run(monkeypatch, "grouped.py", *argv, "--time-budget", "0") == 1
+    assert "h64xi32xe6xk2 mxfp4 B=513" in capsys.readouterr().err

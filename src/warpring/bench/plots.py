@@ -35,7 +35,7 @@ def check_plot_path(path: str | os.PathLike[str]) -> None:
     """Raise before hours of measuring, not after: a suffix that cannot be drawn, or no matplotlib."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise ArgumentError(f"plot: the file must end in {', '.join(SUFFIXES)}; got {os.fspath(path)!r}.")
-    _figure_class()
+    figure_class()
 
 
 def plot_decode(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
@@ -55,7 +55,7 @@ def plot_decode(records: Sequence[Record], path: str | os.PathLike[str]) -> None
     )
     if not points:
         raise ArgumentError("plot_decode: needs at least one decode record; got none.")
-    figure = _figure_class()(figsize=(11, 4.4), layout="constrained")
+    figure = figure_class()(figsize=(11, 4.4), layout="constrained")
     times, shares = figure.subplots(1, 2)
     for key, line in _lines(points).items():
         _draw(times, shares, key, line)
@@ -73,8 +73,12 @@ def plot_decode(records: Sequence[Record], path: str | os.PathLike[str]) -> None
     newest_rec = max(points, key=lambda rec: rec["date"])
     models = ", ".join(sorted({rec["model"] for rec in points}))
     figure.suptitle(f"One MoE layer, {models}, {newest_rec.get('gpu', newest_rec.get('cpu', ''))}", fontsize=11)
+    save(figure, path)
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure without date and random ids, so that the same records give the same bytes."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # No date and no random ids inside, so that the same records give the same bytes.
     metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
     with importlib.import_module("matplotlib").rc_context({"svg.hashsalt": "warpring"}):
         figure.savefig(path, dpi=150, metadata=metadata)
@@ -107,7 +111,8 @@ def _draw(times: Any, shares: Any, key: tuple[str, str, str], line: Sequence[Rec
     shares.plot(batches, [100 * at / rec["p50_us"] for at, rec in zip(floor, with_peak, strict=True)], **style)
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """matplotlib's Figure, which needs no display; UnsupportedError where it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
