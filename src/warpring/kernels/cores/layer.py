@@ -29,7 +29,7 @@ from warpring.kernels.cores.matrix import Matrix, Pass, products_slot, scale_scr
 from warpring.kernels.cores.wide import WideDots
 
 #: A thread takes this fraction of its share of the blocks that are left.
-_SHARES = 4
+_SHARES = 2
 
 
 def build(format: str, gate_fn: str, features: frozenset[str]) -> Any:
