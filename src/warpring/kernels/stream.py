@@ -34,6 +34,8 @@ _POLICIES = {
     "mxfp4": "StreamMxfp4",
     "nvfp4": "StreamNvfp4",
 }
+#: Multiprocessors of the GPU that the configurations are made for, an H200.
+_NUM_SMS = 132
 _CHUNK_BYTES = 18 * 1024
 _SPLITS = (8, 9, 7, 10, 6, 5, 4, 11, 12, 3, 2, 1)
 _MOST_RUN = 16
@@ -145,7 +147,7 @@ def config_for(format: str, hidden: int, intermediate: int, num_experts: int, to
         UnsupportedError: sizes whose smallest configuration does not fit shared memory.
     """
     sizes = (format, hidden, intermediate, num_experts)
-    return (together if num_tokens * topk <= 32 else alone)(*sizes, topk, num_tokens)
+    return (together if num_tokens * topk <= 128 else alone)(*sizes, topk, num_tokens)
 
 
 def together(format: str, hidden: int, intermediate: int, num_experts: int, topk: int, num_tokens: int) -> Config:
@@ -181,7 +183,12 @@ def alone(format: str, hidden: int, intermediate: int, num_experts: int, topk: i
     # Twice the pairs of an expert on average: few experts have more.
     columns = 4 if num_tokens * topk <= num_experts else 8
     stages = 3 if columns == 4 else 2
-    two = shrink(Config(2, 96, 4, columns, 1, 128, 16, stages, 2176, columns, MAX_PAIRS), *sizes)
+    # More panels than multiprocessors: two CTAs of down on each, so that all of them run at once.
+    run_bytes = 2176
+    ctas, warps = (1, 16) if hidden // 16 <= _NUM_SMS else (2, 8)
+    if RECORD_BYTES[format] < 512 and ctas == 1:  # 4-bit codes are bound by instructions, which longer runs save
+        warps, stages, run_bytes = 12, 2, 4352
+    two = shrink(Config(2, 96, 4, columns, ctas, 128, warps, stages, run_bytes, columns, MAX_PAIRS), *sizes)
     if two.gate_up_columns == columns:
         return two
     return shrink(

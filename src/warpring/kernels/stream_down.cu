@@ -49,16 +49,16 @@ struct Source {
     const uint8_t* gmem_panel;
     const uint16_t* gmem_act;
     const Routing* smem_routing;
-    int rank, run = 0;
+    int rank, num_ranks, run = 0;
     const uint8_t* gmem_next;
     const uint16_t* gmem_column;
     bool fetches;
 
     __device__ __forceinline__ Source(const uint8_t* panel, const uint16_t* act, const Routing* routing, int first)
-        : gmem_panel(panel), gmem_act(act), smem_routing(routing), rank(first) {
+        : gmem_panel(panel), gmem_act(act), smem_routing(routing), rank(first), num_ranks(routing->num_distinct) {
         enter();
     }
-    __device__ __forceinline__ bool more() const { return rank < smem_routing->num_distinct; }
+    __device__ __forceinline__ bool more() const { return rank < num_ranks; }
     __device__ __forceinline__ void enter() {
         if (!more()) return;
         gmem_next = gmem_panel + smem_routing->expert[rank] * (kPanels * kPanelBytes);
@@ -190,7 +190,7 @@ moe_down_stream(const uint16_t* gmem_act, const Index* gmem_topk_idx, int64_t id
 
     const Args args{gmem_act, gmem_matrix_scale, gmem_row_scale, gmem_block_scale, gmem_bias};
 #pragma unroll 1
-    for (int rank = warp; rank < smem.routing.num_distinct; rank += kWarps) {
+    for (int rank = warp; rank < source.num_ranks; rank += kWarps) {
         const int64_t expert = smem.routing.expert[rank];
         const uint16_t* pairs = smem.routing.pairs + smem.routing.first[rank];
         const int count = smem.routing.first[rank + 1] - smem.routing.first[rank];
