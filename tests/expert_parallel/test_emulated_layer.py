@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 from emulated_ranks import HERE, Call, Ranks, macros, make_call
-from emulator import Launch, load, unusable_reason
+from emulator import Launch, load, run, unusable_reason
 from moe_inputs import make_inputs
 
-from warpring import Experts, gpt_oss_swiglu, moe_exact
+from warpring import ArgumentError, Experts, gpt_oss_swiglu, moe_exact
+from warpring.errors import PeerTimeoutError, PoisonedError
 from warpring.expert_parallel import call as host
 from warpring.expert_parallel import roles
 from warpring.expert_parallel.arithmetic import run_layer
 from warpring.expert_parallel.packing import pack_ep
 from warpring.expert_parallel.problem import Problem, local_experts
-from warpring.expert_parallel.roles import Roles
+from warpring.expert_parallel.roles import Roles, failure
+from warpring.expert_parallel.workspace import plan_schedule
 from warpring.runtime import by_value
 from warpring.runtime.jit import KernelSpec
 
@@ -113,14 +115,18 @@ def test_replays_give_what_the_arithmetic_gives(problem: Problem, seed: int, mon
     ranks.calls(*calls, seed=seed, experts=ranks.role2, timeout_s=120)
     for row in calls:
         for call in row:
-            n = call.num_tokens
-            shared_weights = None if call.shared_weights is None else call.shared_weights[:n]
-            inputs = (call.x[:n], weights.routed, call.topk_idx[:n].long(), call.topk_weights[:n])
-            expected = run_layer(problem, *inputs, weights.shared, shared_weights, "tensor_core")
-            assert least_cosine(call.out[:n], expected) >= LEAST_COSINE
-            assert call.out[n:].isnan().all()
+            check_results(problem, weights, call)
     assert all(rank.failure.code == 0 for rank in ranks.ranks)
     assert [rank.state.generation for rank in ranks.ranks] == [3] * problem.num_ranks
+
+
+def check_results(problem: Problem, weights: Weights, call: Call) -> None:
+    n = call.num_tokens
+    shared_weights = None if call.shared_weights is None else call.shared_weights[:n]
+    inputs = (call.x[:n], weights.routed, call.topk_idx[:n].long(), call.topk_weights[:n])
+    expected = run_layer(problem, *inputs, weights.shared, shared_weights, "tensor_core")
+    assert least_cosine(call.out[:n], expected) >= LEAST_COSINE
+    assert call.out[n:].isnan().all()
 
 
 @EMULATED
@@ -135,8 +141,61 @@ def test_every_pair_on_one_expert_goes_round_the_ring(monkeypatch: pytest.Monkey
         one.topk_weights.nan_to_num_(0.5)
     ranks.calls(call, seed=4, experts=ranks.role2, timeout_s=120)
     for one in call:
-        inputs = (one.x, weights.routed, one.topk_idx.long(), one.topk_weights)
-        expected = run_layer(problem, *inputs, sums="tensor_core")
-        assert least_cosine(one.out, expected) >= LEAST_COSINE
+        check_results(problem, weights, one)
         exact = moe_exact(one.x, weights.routed, one.topk_idx, one.topk_weights)
         assert least_cosine(one.out.flatten()[None], exact.flatten()[None]) > 0.997
+
+
+@EMULATED
+def test_roles_in_sequence_need_no_other_to_run_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(BASE)
+    slots = plan_schedule(BASE, 2, 3, sequence=True).num_slots
+    ranks = HostRanks(BASE, weights, monkeypatch, num_slots=slots)
+    generator = torch.Generator().manual_seed(7)
+    calls = [[make_call(BASE, count, generator) for count in row] for row in ((5, 2), (0, 5), (4, 4))]
+    streams: list[list[Launch]] = [[], []]
+    for row in calls:
+        for rank, call in enumerate(row):
+            *before, combine = ranks.communication(rank, call)
+            streams[rank] += [*before, *ranks.role2(ranks, rank), combine]
+    run(*streams, seed=2, concurrent=True, timeout_s=120)
+    for row in calls:
+        for call in row:
+            check_results(BASE, weights, call)
+
+
+# What goes wrong
+
+
+def failures(ranks: Ranks) -> list[Exception | None]:
+    """What the host would raise on each rank."""
+    return [failure(rank.failure, 1.0) for rank in ranks.ranks]
+
+
+@EMULATED
+def test_a_rank_that_never_calls_is_named_and_the_output_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = HostRanks(BASE, weights_of(BASE), monkeypatch, timeout_ns=10**9)
+    generator = torch.Generator().manual_seed(8)
+    good = [make_call(BASE, 4, generator) for _ in range(2)]
+    call = make_call(BASE, 4, generator)
+    ranks.calls(good, [call, None], seed=1, experts=ranks.role2, timeout_s=120)
+    error, other = failures(ranks)
+    assert isinstance(error, PeerTimeoutError)
+    assert (error.rank, error.peer, error.flag, error.generation) == (0, 1, "meta", 2)
+    assert other is None
+    assert call.out[:4].isnan().all()
+
+
+@EMULATED
+def test_a_count_beyond_the_limit_ends_the_call_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = HostRanks(BASE, weights_of(BASE), monkeypatch, timeout_ns=10**9)
+    generator = torch.Generator().manual_seed(9)
+    calls = [make_call(BASE, 4, generator) for _ in range(2)]
+    calls[1].count.fill_(BASE.max_tokens_per_rank + 1)
+    ranks.calls(calls, seed=1, experts=ranks.role2, timeout_s=120)
+    peer, own = failures(ranks)
+    assert isinstance(own, ArgumentError)
+    assert "num_tokens must be 0 to 5; the device held 6" in str(own)
+    assert isinstance(peer, PoisonedError)
+    assert "rank 1 had a num_tokens beyond its limit" in str(peer)
+    assert calls[0].out[:4].isnan().all()

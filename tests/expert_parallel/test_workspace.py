@@ -24,7 +24,6 @@ from warpring.expert_parallel.workspace import (
     plan_layout,
     plan_schedule,
     read_error,
-    slots_for_sequence,
 )
 from warpring.runtime.jit import KERNEL_DIR
 from warpring.runtime.symmetric import SymmetricBuffer
@@ -133,10 +132,12 @@ def test_slots_suffice_for_the_order_of_tasks_and_fewer_are_refused(problem: Pro
 
 
 def test_a_sequence_needs_a_slot_for_every_block() -> None:
-    assert slots_for_sequence(FLASH) == FLASH.max_blocks
-    assert slots_for_sequence(FLASH, FLASH.max_blocks) == FLASH.max_blocks
-    with pytest.raises(ArgumentError, match=f"num_slots must be at least max_blocks = {FLASH.max_blocks}"):
-        slots_for_sequence(FLASH, FLASH.max_blocks - 1)
+    assert plan_schedule(FLASH, 132, 132, sequence=True).num_slots == FLASH.max_blocks
+    assert plan_schedule(FLASH, 132, 132, FLASH.max_blocks, sequence=True).num_slots == FLASH.max_blocks
+    with pytest.raises(ArgumentError, match=f"num_slots must be .* and max_blocks = {FLASH.max_blocks}"):
+        plan_schedule(FLASH, 132, 132, FLASH.max_blocks - 1, sequence=True)
+    small = PROBLEMS["one rank, one token"]
+    assert plan_schedule(small, 132, 132, sequence=True).num_slots == 132 + 1 + 2 > small.max_blocks
 
 
 def test_params_reach_every_peer_even_below_the_base() -> None:

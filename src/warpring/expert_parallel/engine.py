@@ -22,14 +22,7 @@ from warpring.expert_parallel.partition import PartitionMode, Split, open_partit
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.rendezvous import Ranks
 from warpring.expert_parallel.roles import INDEX_DTYPES, Roles, failure
-from warpring.expert_parallel.workspace import (
-    make_params,
-    pinned_error,
-    plan_layout,
-    plan_schedule,
-    read_error,
-    slots_for_sequence,
-)
+from warpring.expert_parallel.workspace import make_params, pinned_error, plan_layout, plan_schedule, read_error
 from warpring.experts import Experts
 from warpring.runtime.device import arch_of, index_of
 from warpring.runtime.graph import Node, add_child_graph, capture_id, primary_context
@@ -87,10 +80,9 @@ class KernelEngine:
 
     def _build(self, problem: Problem, group: Any | None, experts: Experts, shared: Experts | None, index: int) -> None:
         split = self._partition.split
-        num_slots = self._options.num_slots
-        if self._partition.streams is None:
-            num_slots = slots_for_sequence(problem, num_slots)
-        schedule = plan_schedule(problem, split.comm_sms, split.compute_sms, num_slots)
+        sequence = self._partition.streams is None
+        grids = (split.comm_sms, split.compute_sms)
+        schedule = plan_schedule(problem, *grids, self._options.num_slots, sequence=sequence)
         self.ranks.check_agreement({**problem.description(), **asdict(schedule), "device": "cuda"})
         layout = plan_layout(problem, schedule)
         self.memory = layout.report()
@@ -193,6 +185,8 @@ class KernelEngine:
 
     def close(self) -> None:
         """Wait for this rank's kernels (each wait in them is bounded), then release streams and connections."""
-        torch.cuda.synchronize(self._device)
-        self._partition.close()
-        self.ranks.close()
+        try:
+            torch.cuda.synchronize(self._device)
+            self._partition.close()
+        finally:
+            self.ranks.close()

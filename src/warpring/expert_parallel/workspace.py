@@ -116,41 +116,32 @@ class Schedule:
     num_slots: int
 
 
-def plan_schedule(problem: Problem, comm_ctas: int, compute_ctas: int, num_slots: int | None = None) -> Schedule:
+def plan_schedule(
+    problem: Problem, comm_ctas: int, compute_ctas: int, num_slots: int | None = None, *, sequence: bool = False
+) -> Schedule:
     """The schedule for these grids.
 
     Args:
         problem: the layer.
         comm_ctas, compute_ctas: grids of role1 and role2.
-        num_slots: ring slots; None for 32, or as many as the order of tasks needs.
+        num_slots: ring slots; None for 32, or as many as are needed.
+        sequence: whether role1 ends before role2 begins, so that it can wait for no slot to become free.
 
     Raises:
-        ArgumentError: fewer slots than `lag + 2`: the earliest unfinished task could then wait for a later one.
+        ArgumentError: fewer slots than `lag + 2`: the earliest unfinished task could then wait for a later one; or in a
+            sequence, fewer than a call's blocks.
     """
     lag = ceil_div(compute_ctas, problem.num_neuron_tasks) + 1
-    least = lag + 2
+    least = max(lag + 2, problem.max_blocks if sequence else 0)
     if num_slots is None:
         num_slots = max(least, min(DEFAULT_SLOTS, problem.max_blocks))
     if num_slots < least:
+        blocks = f" and max_blocks = {problem.max_blocks}, as the roles follow each other" if sequence else ""
         raise ArgumentError(
-            f"plan_schedule: num_slots must be at least lag + 2 = {least} with {compute_ctas} compute CTAs and "
-            f"{problem.num_neuron_tasks} tasks a block; got {num_slots}. Leave it out for a number that fits."
+            f"plan_schedule: num_slots must be at least lag + 2 = {lag + 2} with {compute_ctas} compute CTAs and "
+            f"{problem.num_neuron_tasks} tasks a block{blocks}; got {num_slots}. Leave it out for a number that fits."
         )
     return Schedule(comm_ctas, compute_ctas, lag, num_slots)
-
-
-def slots_for_sequence(problem: Problem, num_slots: int | None = None) -> int:
-    """Ring slots where role1 ends before role2 begins, and so waits for no slot to become free.
-
-    Raises:
-        ArgumentError: fewer than a call's blocks.
-    """
-    if num_slots is not None and num_slots < problem.max_blocks:
-        raise ArgumentError(
-            f"slots_for_sequence: num_slots must be at least max_blocks = {problem.max_blocks} where the roles follow "
-            f"each other; got {num_slots}. Leave it out."
-        )
-    return num_slots or problem.max_blocks
 
 
 @dataclass(frozen=True)
