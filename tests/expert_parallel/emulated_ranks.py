@@ -12,7 +12,7 @@ from emulator import Launch, load, run
 
 from warpring.expert_parallel.arithmetic import combine, partial_dtype, publish
 from warpring.expert_parallel.flags import COMBINE_THREADS, DISPATCH_THREADS, SHARED_THREADS
-from warpring.expert_parallel.problem import Problem
+from warpring.expert_parallel.problem import MAX_RANKS, Problem
 from warpring.expert_parallel.workspace import (
     EpError,
     EpParams,
@@ -130,13 +130,13 @@ class Rank:
 
     @property
     def state(self) -> EpState:
-        """A copy of the device state."""
-        return EpState.from_buffer_copy(self.region("state").numpy().tobytes())
+        """The device state itself: assignments reach it."""
+        return EpState.from_buffer(self.region("state").numpy())
 
     @property
     def failure(self) -> EpError:
-        """A copy of the error record."""
-        return EpError.from_buffer_copy(self.error.numpy().tobytes())
+        """The error record."""
+        return EpError.from_buffer(self.error.numpy())
 
 
 def aligned_bytes(num_bytes: int, value: int) -> torch.Tensor:
@@ -190,6 +190,8 @@ class Ranks:
                 error_address=rank.error.data_ptr(),
                 timeout_ns=timeout_ns,
             )
+            for absent in range(problem.num_ranks, MAX_RANKS):
+                rank.params.peers.offset[absent] = 2**62  # faults when touched
 
     def kernel(self, name: str, index: str = "int32_t") -> KernelSpec:
         """The spec of one of the protocol's kernels."""

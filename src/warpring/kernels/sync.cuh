@@ -61,20 +61,21 @@ __device__ __noinline__ void report_failure(const EpSync& sync, EpCode code, EpF
 }
 
 // Calls `try_once(seen)` until it returns true, which makes the result true; `seen` is what a report would show. Gives up
-// with false when the layer is poisoned, or after sync.timeout_ns, which it reports. The clock and the poison are looked at
-// every kPollsPerCheck polls. What a true result orders is what try_once's load orders.
+// with false when the layer is poisoned, or after sync.timeout_ns, which it reports. Waits for this rank's own kernels
+// (peer -1) last twice as long: those kernels wait for peers, and the report should name the peer that is missing. The clock
+// and the poison are looked at every kPollsPerCheck polls. What a true result orders is what try_once's load orders.
 template <class TryOnce>
 __device__ __forceinline__ bool wait_until(const EpSync& sync, EpFlag flag, int peer, uint64_t expected, TryOnce try_once) {
     constexpr int kPollsPerCheck = 32;
     uint64_t seen = 0;
     if (try_once(seen)) return true;
-    const uint64_t start = globaltimer_ns();
+    const uint64_t start = globaltimer_ns(), bound = peer < 0 ? 2 * sync.timeout_ns : sync.timeout_ns;
     int polls = 0;
 #pragma unroll 1
     while (!try_once(seen)) {
         if (++polls % kPollsPerCheck != 0) continue;
         if (is_poisoned(sync)) return false;
-        if (globaltimer_ns() - start > sync.timeout_ns) {
+        if (globaltimer_ns() - start > bound) {
             report_failure(sync, kTimeout, flag, peer, expected, seen);
             return false;
         }
@@ -83,7 +84,8 @@ __device__ __forceinline__ bool wait_until(const EpSync& sync, EpFlag flag, int 
 }
 
 // Until a monotonic counter has come to `target`, modulo its width; acquire at GPU scope.
-__device__ __forceinline__ bool wait_at_least_gpu(const EpSync& sync, EpFlag flag, const uint32_t* gmem_flag, uint32_t target) {
+__device__ __forceinline__ bool wait_at_least_gpu(const EpSync& sync, EpFlag flag, const uint32_t* gmem_flag,
+                                                  uint32_t target) {
     return wait_until(sync, flag, -1, target, [&](uint64_t& seen) {
         const uint32_t value = ld_acquire_gpu_u32(gmem_flag);
         seen = value;
