@@ -69,6 +69,16 @@ def cache_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"warpring-emulator-{os.getuid()}"
 
 
+def _make_private(folder: Path) -> None:
+    """Make the folder, and refuse one in which others could leave us code to load."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise RuntimeError(
+            f"{folder} must be yours, and writable by you alone. Set WARPRING_EMULATOR_CACHE to another."
+        )
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel compiled for the emulator.
@@ -103,10 +113,10 @@ def _library(name: str, flags: list[str], files: list[Path], folder: str = "") -
         digest.update(flag.replace(folder, "").encode() + b"\0" if folder else flag.encode() + b"\0")
     for path in [*files, *sorted(HERE.glob("*.hpp"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    _make_private(cache_dir())
     library = cache_dir() / f"{name}-{digest.hexdigest()[:24]}.so"
     if library.exists():
         return library
-    cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=cache_dir()) as made_in:
         made = Path(made_in) / library.name
         done = subprocess.run(["g++", *flags, "-o", str(made)], capture_output=True, text=True)

@@ -54,3 +54,14 @@ def test_every_assembly_function_has_a_twin_of_its_signature(tmp_path: Path) -> 
     assert len(checks) > 50
     (tmp_path / "twins.cu").write_text("\n".join([*checks, 'extern "C" __global__ void nothing() {}\n']))
     load(KernelSpec("twins.cu", "nothing"), tmp_path)
+
+
+def test_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nothing.cu").write_text('extern "C" __global__ void nothing() {}\n')
+    monkeypatch.setenv("WARPRING_EMULATOR_CACHE", str(tmp_path))
+    tmp_path.chmod(0o777)
+    with pytest.raises(RuntimeError, match="must be yours"):
+        load(KernelSpec("nothing.cu", "nothing"), tmp_path)
+    tmp_path.chmod(0o700)
+    load(KernelSpec("nothing.cu", "nothing"), tmp_path)
+    assert len(list(tmp_path.glob("nothing-*.so"))) == 1
