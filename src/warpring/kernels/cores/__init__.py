@@ -18,6 +18,7 @@ from warpring.experts import Experts
 from warpring.kernels.cores import pool
 from warpring.kernels.cores.arguments import PACKED, PADDING
 from warpring.kernels.cores.engine import Layer, load_layer, unusable_reason
+from warpring.kernels.cores.formats import STORED
 from warpring.reference import moe_reference
 
 #: Weight bytes that one thread reads in about the time that waking another one takes.
@@ -70,7 +71,9 @@ def _say_fallback() -> None:
 
 def _num_threads(experts: Experts, num_pairs: int) -> int:
     """torch's threads, but no more than have work worth waking them."""
-    work = min(num_pairs, experts.num_experts) * experts.bytes_per_expert
+    # Codes alone, from sizes: adding up the bytes of all tensors takes longer than this is worth.
+    codes = 3 * experts.hidden * experts.intermediate * STORED[experts.format].code_bits // 8
+    work = min(num_pairs, experts.num_experts) * codes
     return max(1, min(torch.get_num_threads(), work // _BYTES_PER_THREAD))
 
 
