@@ -171,9 +171,9 @@ def test_both_sides_agree_on_the_structs_and_on_the_bytes_of_an_image() -> None:
 @pytest.mark.parametrize("activation", FORMS)
 @pytest.mark.parametrize("format", POLICIES)
 def test_enough_weights_are_in_flight_at_every_block_size(format: str, activation: ActivationForm) -> None:
+    """4.5 TB/s over 116 CTAs for 1.5 us are 58 KB each."""
     for block_m in BLOCK_SIZES:
         problem = Problem(4096, 2048, 256, 6, 2, 256, format=format, activation=activation, block_m=block_m)
-        weights, tokens = num_stages(problem)
-        assert weights * image_bytes(format) >= 128 * 1024
-        assert tokens >= 4
-        assert weights * image_bytes(format) < SMEM_BYTES
+        in_flight = num_stages(problem) * image_bytes(format)
+        assert 60 * 1024 <= in_flight < SMEM_BYTES
+        assert in_flight >= 110 * 1024 or block_m > 16

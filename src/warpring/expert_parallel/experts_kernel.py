@@ -1,4 +1,4 @@
-"""role2's kernel as it is compiled: which policy, how many stages of weights and of tokens fit into shared memory."""
+"""role2's kernel as it is compiled: which policy, how many stages fit into shared memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,19 @@ _CONSUMER_WARPS = 8
 _QUEUED_TASKS = 8
 _TASK_BYTES = 32
 _LUT_BYTES = 128
-_LEAST_TOKEN_STAGES, _MOST_TOKEN_STAGES = 4, 8
-_WANTED_TOKEN_BYTES = 36 * 1024
-_MOST_WEIGHT_STAGES = 32
 
 
-def num_stages(problem: Problem) -> tuple[int, int]:
-    """Stages of weights and of tokens. Tokens come from L2 and need few; weights get what is left."""
+def num_stages(problem: Problem) -> int:
+    """Stages of a CTA: as many chunks of weights, with their tokens, as fit into its shared memory."""
     formats = {problem.format} | ({problem.shared_format} if problem.num_shared else set())
     weights = max(_up(image_bytes(format)) for format in formats)
     block, element = problem.tokens_per_block, problem.activation_bytes
     info = 16 + 8 * block
-    tokens = _up(block * CHUNK_COLUMNS * element + 2 * block * 4 + info)
+    stage = _up(weights + block * CHUNK_COLUMNS * element + 2 * block * 4 + info)
     partial_bytes = 2 if problem.activation == "fp8" else 4
     turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
     fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + _QUEUED_TASKS * (_TASK_BYTES + 16) + 32
-    token_stages = min(max(_WANTED_TOKEN_BYTES // tokens, _LEAST_TOKEN_STAGES), _MOST_TOKEN_STAGES)
-    left = SMEM_BYTES - fixed - token_stages * (tokens + 16)
-    return min(left // (weights + 16), _MOST_WEIGHT_STAGES), token_stages
+    return (SMEM_BYTES - fixed) // (stage + 16)
 
 
 def _up(num_bytes: int) -> int:
@@ -45,7 +40,7 @@ def experts_spec(problem: Problem) -> KernelSpec:
     Raises:
         UnsupportedError: a weight format without a policy.
     """
-    weight_stages, token_stages = num_stages(problem)  # names a format without a policy
+    stages = num_stages(problem)  # names a format without a policy
     macros = [
         ("WARPRING_HIDDEN", str(problem.hidden)),
         ("WARPRING_INTERMEDIATE", str(problem.intermediate)),
@@ -56,8 +51,7 @@ def experts_spec(problem: Problem) -> KernelSpec:
         ("WARPRING_BLOCK_M", str(problem.tokens_per_block)),
         ("WARPRING_ACTIVATION_FP8", str(int(problem.activation == "fp8"))),
         ("WARPRING_FORMAT", POLICIES[problem.format]),
-        ("WARPRING_WEIGHT_STAGES", str(weight_stages)),
-        ("WARPRING_TOKEN_STAGES", str(token_stages)),
+        ("WARPRING_STAGES", str(stages)),
         ("WARPRING_SMEM_BYTES", str(SMEM_BYTES)),
     ]
     if problem.num_shared:

@@ -48,7 +48,7 @@ __device__ __forceinline__ const uint8_t* task_weights(const EpWeights& weights,
 __device__ __forceinline__ void produce_weights(const EpParams& params, const EpWeights& weights, Smem& smem,
                                                 const EpSync& sync, uint64_t block_base) {
     TaskRing tasks(smem_address(smem_start()));
-    WeightRing ring(smem_address(smem_start()));
+    StageRing ring(smem_address(smem_start()));
     int num_blocks = -1;
     for (int index = blockIdx.x;; index += gridDim.x) {
         Task task{};
@@ -78,7 +78,7 @@ __device__ __forceinline__ void produce_weights(const EpParams& params, const Ep
 }
 
 // One chunk of a task's tokens: image, scales, and behind the last chunk the block's info.
-__device__ __forceinline__ void copy_tokens(const EpParams& params, const Task& task, int chunk, bool last, const TokenRing& ring) {
+__device__ __forceinline__ void copy_tokens(const EpParams& params, const Task& task, int chunk, bool last, const StageRing& ring) {
     const int width = block_width(task.count);
     const bool first = task.kind == kFirstGemm;
     const bool half = !first && 2 * chunk + 1 == kNeuronTasks;  // the last chunk of an odd number of act chunks
@@ -92,9 +92,9 @@ __device__ __forceinline__ void copy_tokens(const EpParams& params, const Task& 
     const uint32_t scale_bytes = (first || half ? 1 : 2) * kBlockM * 4;
     const uint32_t info_bytes = last ? sizeof(RingInfo) : 0;
     mbarrier_arrive_expect_tx(ring.barrier(), image_bytes + scale_bytes + info_bytes);
-    bulk_copy(ring.stage(), gmem_image, image_bytes, ring.barrier());
-    bulk_copy(ring.stage() + kTokenScales, gmem_scale, scale_bytes, ring.barrier());
-    if (last) bulk_copy(ring.stage() + kTokenInfo, &ring_info(params, task.slot), info_bytes, ring.barrier());
+    bulk_copy(ring.stage() + kImageAt, gmem_image, image_bytes, ring.barrier());
+    bulk_copy(ring.stage() + kScalesAt, gmem_scale, scale_bytes, ring.barrier());
+    if (last) bulk_copy(ring.stage() + kInfoAt, &ring_info(params, task.slot), info_bytes, ring.barrier());
 }
 
 // Which act chunks of a block are there, of those in `wanted` all.
@@ -109,7 +109,7 @@ __device__ __forceinline__ bool wait_act(const EpParams& params, const EpSync& s
 
 __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& smem, const EpSync& sync) {
     TaskRing tasks(smem_address(smem_start()));
-    TokenRing ring(smem_address(smem_start()));
+    StageRing ring(smem_address(smem_start()));
     while (true) {
         tasks.wait_full();
         const Task task = smem_object<Task>(tasks.stage());
@@ -140,18 +140,18 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
 template <int N, class Format>
 __device__ __forceinline__ void do_task(const EpParams& params, const EpWeights& weights, Smem& smem, Consumer& me,
                                         const Task& task, const Place& at) {
-    TokenStage kept;
+    UsedStage kept;
     if (task.kind == kFirstGemm) {
         Products<N, Format, false> products(me);
         kept = products.run();
-        finish_first<N>(params, weights, smem, task, smem_object<RingInfo>(kept.address + kTokenInfo), at, products.sum);
+        finish_first<N>(params, weights, smem, task, smem_object<RingInfo>(kept.address + kInfoAt), at, products.sum);
     } else {
         Products<N, Format, true> products(me);
         kept = products.run();
-        finish_second<N>(params, weights, smem, task, smem_object<RingInfo>(kept.address + kTokenInfo), at, products.sum);
+        finish_second<N>(params, weights, smem, task, smem_object<RingInfo>(kept.address + kInfoAt), at, products.sum);
     }
     __syncwarp();
-    TokenRing::release(kept.barrier, me.lane == 0);
+    StageRing::release(kept.barrier, me.lane == 0);
 }
 
 template <class Format>
@@ -181,7 +181,7 @@ __device__ __forceinline__ Task uniform(const Task& task) {
 __device__ __forceinline__ void consume(const EpParams& params, const EpWeights& weights, Smem& smem) {
     const Place at{int(threadIdx.x) / kLanes, int(threadIdx.x) % kLanes, int(threadIdx.x)};
     const uint32_t base = smem_address(smem_start());
-    Consumer me{base, at.warp, at.lane, WeightRing(base), TokenRing(base)};
+    Consumer me{at.warp, at.lane, StageRing(base)};
     TaskRing tasks(base);
     while (true) {
         tasks.wait_full();
@@ -204,9 +204,8 @@ __device__ __forceinline__ void consume(const EpParams& params, const EpWeights&
 __device__ __forceinline__ void set_up(Smem& smem) {
     if (threadIdx.x == 0) {
         const uint32_t base = smem_address(smem_start());
-        WeightRing(base).init(kConsumerWarps);
-        TokenRing(base).init(kConsumerWarps);
-        TaskRing(base).init(kConsumerWarps + 1);
+        StageRing(base).init(2, kConsumerWarps);  // one arrival for the weights, one for the tokens
+        TaskRing(base).init(1, kConsumerWarps + 1);
         fence_mbarrier_init();
         smem.failed = 0;
     }

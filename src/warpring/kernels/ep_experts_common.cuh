@@ -1,9 +1,9 @@
-// ep_experts_common.cuh   Shared memory of a CTA of role2: two rings of stages, the queue of tasks, the order of tasks.
+// ep_experts_common.cuh   Shared memory of a CTA of role2: a ring of stages, the queue of tasks, the order of tasks.
 //
 // Compile-time parameters beside those of ep_common.cuh:
 //   WARPRING_FORMAT          a policy of ep_weights.cuh, for the routed experts
 //   WARPRING_SHARED_FORMAT   the same for shared experts; WARPRING_FORMAT where it is not given
-//   WARPRING_WEIGHT_STAGES, WARPRING_TOKEN_STAGES   chunks of weights, and of tokens, that a CTA holds or has requested
+//   WARPRING_STAGES          chunks of weights, with their tokens, that a CTA holds or has requested
 //   WARPRING_SMEM_BYTES      dynamic shared memory of a CTA
 #pragma once
 #include "ep_weights.cuh"
@@ -32,14 +32,14 @@ constexpr int64_t kRingActSlotBytes = int64_t(kBlockM) * kIntermediatePadded * k
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-constexpr int kWeightStages = WARPRING_WEIGHT_STAGES, kTokenStages = WARPRING_TOKEN_STAGES;
+constexpr int kStages = WARPRING_STAGES;
 constexpr int kTasks = 8;  // of the queue
-constexpr int kWeightStageBytes = round_up(larger(kWeightChunkBytes<Routed>, kWeightChunkBytes<Shared>), 128);
-// A stage of tokens: a chunk of the B image, scales of one or two groups of columns, and with the last chunk of a task the
-// block's info.
-constexpr int kTokenScales = kBlockM * kChunkColumns * kElementBytes;
-constexpr int kTokenInfo = kTokenScales + 2 * kBlockM * 4;
-constexpr int kTokenStageBytes = round_up(kTokenInfo + int(sizeof(RingInfo)), 128);
+// A stage: a chunk of weights; the same columns of the block's tokens as a B image; scales of one or two groups of columns;
+// with the last chunk of a task the block's info.
+constexpr int kImageAt = round_up(larger(kWeightChunkBytes<Routed>, kWeightChunkBytes<Shared>), 128);
+constexpr int kScalesAt = kImageAt + kBlockM * kChunkColumns * kElementBytes;
+constexpr int kInfoAt = kScalesAt + 2 * kBlockM * 4;
+constexpr int kStageBytes = round_up(kInfoAt + int(sizeof(RingInfo)), 128);
 
 // Partial results are turned round in shared memory, up to 32 tokens at a time; so is the act chunk of a task.
 constexpr int kPartialBytes = kFp8 ? 2 : 4;
@@ -55,14 +55,12 @@ struct Task {
 };
 enum TaskKind : int32_t { kNoTask = 0, kFirstGemm = 1, kSecondGemm = 2 };
 
-// Byte offsets in a CTA's shared memory: the LUT (at 0: an entry's address is its offset), the two rings, the queue, barriers
-// (full then empty of each ring), the rest.
-constexpr uint32_t kWeightsAt = kLutBytes;
-constexpr uint32_t kTokensAt = kWeightsAt + kWeightStages * kWeightStageBytes;
-constexpr uint32_t kTasksAt = kTokensAt + kTokenStages * kTokenStageBytes;
-constexpr uint32_t kWeightBarriersAt = kTasksAt + kTasks * sizeof(Task);
-constexpr uint32_t kTokenBarriersAt = kWeightBarriersAt + kWeightStages * 16;
-constexpr uint32_t kTaskBarriersAt = kTokenBarriersAt + kTokenStages * 16;
+// Byte offsets in a CTA's shared memory: the LUT (at 0: an entry's address is its offset), the stages, the queue, the barriers
+// of both (full, then empty), the rest.
+constexpr uint32_t kStagesAt = kLutBytes;
+constexpr uint32_t kTasksAt = kStagesAt + kStages * kStageBytes;
+constexpr uint32_t kStageBarriersAt = kTasksAt + kTasks * sizeof(Task);
+constexpr uint32_t kTaskBarriersAt = kStageBarriersAt + kStages * 16;
 constexpr uint32_t kRestAt = kTaskBarriersAt + kTasks * 16;
 struct alignas(16) Smem {
     uint8_t turn[kTurnBytes];
@@ -96,9 +94,9 @@ struct Ring {
     __device__ __forceinline__ uint32_t stage() const { return base + first + index * bytes; }
     __device__ __forceinline__ uint32_t barrier() const { return base + full + index * 8; }
     // One thread, before anyone uses it.
-    __device__ __forceinline__ void init(uint32_t empty_arrivals) const {
+    __device__ __forceinline__ void init(uint32_t full_arrivals, uint32_t empty_arrivals) const {
         for (int s = 0; s < stages; ++s) {
-            mbarrier_init(barrier() + 8 * s, 1);
+            mbarrier_init(barrier() + 8 * s, full_arrivals);
             mbarrier_init(barrier() + kToEmpty + 8 * s, empty_arrivals);
         }
     }
@@ -114,8 +112,7 @@ struct Ring {
         parity ^= index == 0;
     }
 };
-using WeightRing = Ring<kWeightStages, kWeightStageBytes, kWeightsAt, kWeightBarriersAt>;
-using TokenRing = Ring<kTokenStages, kTokenStageBytes, kTokensAt, kTokenBarriersAt>;
+using StageRing = Ring<kStages, kStageBytes, kStagesAt, kStageBarriersAt>;
 using TaskRing = Ring<kTasks, sizeof(Task), kTasksAt, kTaskBarriersAt>;
 
 // Whether a wait of this CTA has failed before the stage that this thread has waited for was filled.

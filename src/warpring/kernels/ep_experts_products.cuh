@@ -7,14 +7,12 @@
 #include "ep_experts_common.cuh"
 
 struct Consumer {
-    uint32_t base;   // of shared memory
     int warp, lane;  // of the 8 consumer warps
-    WeightRing weights;
-    TokenRing tokens;
+    StageRing ring;
 };
 
-// A stage of tokens that is still in use: its address, and that of its barrier.
-struct TokenStage {
+// A stage that is still in use: its address, and that of its barrier.
+struct UsedStage {
     uint32_t address, barrier;
 };
 
@@ -30,7 +28,7 @@ struct Products {
     float part[2][N / 2];
     uint32_t a[2][kSteps][kStepRegisters];
     RowScales rows[2];
-    TokenStage tokens[2];
+    UsedStage stage[2];
 
     __device__ __forceinline__ explicit Products(Consumer& consumer) : me(consumer) {
 #pragma unroll
@@ -41,23 +39,16 @@ struct Products {
     template <int b>
     __device__ __forceinline__ void start(bool last) {
         constexpr int kPlace = kGroupsOfChunk == 1 ? 0 : b;  // of the group in its chunk
-        if (kPlace == 0) me.weights.wait_full();
-        rows[b] = Format::scales(me.weights.stage(), me.warp, me.lane);
-        Format::template decode<kSteps>(me.weights.stage(), smem_start(), rows[b], kPlace * kSteps, me.warp, me.lane, a[b]);
-        if (kPlace == 0) me.tokens.wait_full();
-        tokens[b] = {me.tokens.stage(), me.tokens.barrier()};
-        const uint64_t image = b_descriptor(me.tokens.stage(), N);
+        if (kPlace == 0) me.ring.wait_full();
+        stage[b] = {me.ring.stage(), me.ring.barrier()};
+        rows[b] = Format::scales(stage[b].address, me.warp, me.lane);
+        Format::template decode<kSteps>(stage[b].address, smem_start(), rows[b], kPlace * kSteps, me.warp, me.lane, a[b]);
+        const uint64_t image = b_descriptor(stage[b].address + kImageAt, N);
         warpgroup_arrive();
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) multiply(part[b], a[b][s], image, kPlace * kSteps + s, s > 0);
         warpgroup_commit();
-        if (kPlace == kGroupsOfChunk - 1 || last) {
-            // The codes are in registers: the products that have been started have read them from there.
-            __syncwarp();
-            me.weights.arrive_empty_if(me.lane == 0);
-            me.weights.advance();
-            me.tokens.advance();
-        }
+        if (kPlace == kGroupsOfChunk - 1 || last) me.ring.advance();
     }
 
     // 32 columns, step `step` of the chunk: one product of E4M3, or two of FP16. A product reads 32 bytes of every token,
@@ -77,7 +68,7 @@ struct Products {
     __device__ __forceinline__ void finish(bool last) {
         constexpr int kPlace = kGroupsOfChunk == 1 ? 0 : b;
         hold(part[b]);
-        const uint32_t scales = tokens[b].address + kTokenScales + (kSecond ? kPlace : 0) * kBlockM * 4;
+        const uint32_t scales = stage[b].address + kScalesAt + (kSecond ? kPlace : 0) * kBlockM * 4;
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) {
             const uint2 bits = ld_shared_64(scales + (8 * j + 2 * (me.lane % 4)) * 4);
@@ -88,7 +79,7 @@ struct Products {
         }
         if (kPlace == kGroupsOfChunk - 1 && !last) {
             __syncwarp();
-            TokenRing::release(tokens[b].barrier, me.lane == 0);
+            StageRing::release(stage[b].barrier, me.lane == 0);
         }
     }
 
@@ -109,12 +100,12 @@ struct Products {
         }
     }
 
-    // All of the task's groups. Returns the stage of tokens that the caller releases after the epilogue.
-    __device__ __forceinline__ TokenStage run() {
+    // All of the task's groups. Returns the stage that the caller releases after the epilogue.
+    __device__ __forceinline__ UsedStage run() {
         constexpr int kAtOnce = 4, kRest = (kGroups - 1) % kAtOnce + 1;
 #pragma unroll 1
         for (int i = 0; i < kGroups - kRest; i += kAtOnce) run_some<kAtOnce>(false);
         run_some<kRest>(true);
-        return tokens[(kRest - 1) % 2];
+        return stage[(kRest - 1) % 2];
     }
 };
