@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from warpring import grouped
 from warpring.activation import Activation
 from warpring.arguments import MAX_TOPK, check_call, check_ids, check_topk
 from warpring.classical import moe_classical
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor
-from warpring.grouped import moe_grouped
-from warpring.kernels import cores, expand, tile, warp
+from warpring.kernels import cores, tile, warp
 from warpring.layout import PackedExperts, PackedMatrix
 from warpring.policy import choose_path
 from warpring.reference import moe_reference
@@ -120,7 +120,7 @@ def precompile(
             tile.precompile(experts, topk, index_dtype, target)
         else:
             warp.precompile(experts, topk, index_dtype, target)
-        expand.precompile(experts, target)
+        grouped.precompile(experts, index_dtype, target)
     elif target.type == "cpu" and isinstance(experts, Experts):
         cores.precompile(experts)
 
@@ -131,7 +131,7 @@ _RUN: dict[str, _Run] = {
     "warp": warp.moe_warp,
     "tile": tile.moe_tile,
     "cores": cores.moe_cores,
-    "grouped": moe_grouped,
+    "grouped": grouped.moe_grouped,
     "classical": moe_classical,
     "reference": moe_reference,
 }

@@ -75,4 +75,4 @@ def row_chunks(num_rows: int, cols: int, device: torch.device) -> Iterator[slice
     """Pieces of [num_rows, cols] that an elementwise step in FP32 takes at a time: its temporaries stay small."""
     size = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _CUDA_ELEMENTS) // cols)
     for start in range(0, num_rows, size):
-        yield slice(start, start + size)
+        yield slice(start, min(start + size, num_rows))

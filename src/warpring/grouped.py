@@ -24,7 +24,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch.nn import functional
@@ -35,10 +35,12 @@ from warpring.expand import expand
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div, get_format
 from warpring.gemm import gemm_by_expert, gemm_by_library, row_chunks
-from warpring.kernels.expand import expand_slice
+from warpring.kernels.expand import expand_slice, specs_of
+from warpring.kernels.grouped_activate import activate, kernel_spec
 from warpring.layout import PackedExperts, PackedMatrix, unpack
 from warpring.runtime.device import arch_of, index_of
 from warpring.runtime.jit import compiler_version
+from warpring.runtime.launch import load
 
 #: Tokens of one pass; larger batches are split, which bounds the gathered rows and their products.
 MAX_TOKENS = 8192
@@ -76,6 +78,13 @@ def moe_grouped(
     return out
 
 
+def precompile(experts: Experts | PackedExperts, index_dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load the kernels that the path needs of these experts on a GPU, so that a call can be captured."""
+    if _has_kernels(device):
+        for spec in (*specs_of(experts), kernel_spec(index_dtype, experts.activation.gate_fn)):
+            load(spec, index_of(device))
+
+
 def _one_pass(
     x: torch.Tensor,
     experts: Experts | PackedExperts,
@@ -88,11 +97,11 @@ def _one_pass(
     # One row more than pairs: `combine` reads it for unused slots, as padding.
     act = x.new_empty(rows.shape[0] + 1, experts.intermediate)
     for cols, gate_up in _products(rows, _weights(experts, "w13"), route.ends):
-        _activate(gate_up.unflatten(1, (2, -1)), experts, route, cols, act[:-1, cols])
+        _activate(gate_up.unflatten(1, (2, -1)), experts, route, cols, act)
     for cols, down in _products(act, _weights(experts, "w2"), route.ends):
         if experts.w2_bias is not None:
-            bias = experts.w2_bias[:, cols].index_select(0, route.bias_row)
-            down[:-1].addcmul_(route.weight[:, None], bias)
+            bias_row = route.expert.clamp(max=experts.num_experts - 1)
+            down[:-1].addcmul_(route.weight[:, None], experts.w2_bias[:, cols].index_select(0, bias_row))
         pad = down.shape[0] - 1
         out[:, cols] = functional.embedding_bag(route.slot_row, down, mode="sum", padding_idx=pad)
 
@@ -103,51 +112,59 @@ class _Route:
 
     Attributes:
         token: int64 [pairs], the token of each row.
-        bias_row: [pairs], its expert, the last one where it has none.
-        weight: [pairs], its routing weight.
+        expert: [pairs], its expert; num_experts where it has none.
+        order: int64 [pairs], its pair, token * topk + slot.
+        weights: [pairs], routing weights in the order of pairs.
         ends: int32 [num_experts], one past each expert's last row.
-        slot_row: int64 [num_tokens, topk], the row of each pair; `pairs` where it has no expert.
+        slot_row: [num_tokens, topk], the row of each pair; `pairs` where it has no expert.
     """
 
     token: torch.Tensor
-    bias_row: torch.Tensor
-    weight: torch.Tensor
+    expert: torch.Tensor
+    order: torch.Tensor
+    weights: torch.Tensor
     ends: torch.Tensor
     slot_row: torch.Tensor
 
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """[pairs], the routing weight of each row."""
+        return self.weights[self.order]
+
 
 def _route(topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> _Route:
-    device, pairs = topk_idx.device, topk_idx.numel()
-    clamped = topk_idx.clamp(0, num_experts - 1)
-    used = clamped == topk_idx
-    expert, order = torch.where(used, topk_idx, num_experts).flatten().sort(stable=True)
-    each = torch.arange(num_experts, dtype=expert.dtype, device=device)
-    ends = torch.searchsorted(expert, each, right=True, out_int32=True)
-    row = torch.empty(pairs, dtype=torch.int64, device=device)
-    row[order] = torch.arange(pairs, device=device)
-    return _Route(
-        token=order // topk_idx.shape[1],
-        bias_row=expert.clamp(max=num_experts - 1),
-        weight=topk_weights.flatten()[order],
-        ends=ends,
-        slot_row=torch.where(used, row.view(topk_idx.shape), pairs),
-    )
+    """Few launches: at some hundred tokens they cost as much as what they do."""
+    num_tokens, topk = topk_idx.shape
+    pairs = num_tokens * topk
+    # Every id that names no expert becomes num_experts, -1 by the remainder.
+    group = topk_idx.clamp(-1, num_experts).remainder_(num_experts + 1).flatten()
+    expert, order = group.sort(stable=True)
+    count = torch.arange(max(pairs, num_experts), dtype=expert.dtype, device=expert.device)
+    ends = torch.searchsorted(expert, count[:num_experts], right=True, out_int32=True)
+    slot_row = torch.empty_like(expert)
+    slot_row[order] = count[:pairs]
+    slot_row.masked_fill_(slot_row >= ends[-1], pairs)
+    return _Route(order // topk, expert, order, topk_weights.flatten(), ends, slot_row.view(num_tokens, topk))
 
 
 def _activate(
     halves: torch.Tensor, experts: Experts | PackedExperts, route: _Route, cols: slice, out: torch.Tensor
 ) -> None:
-    """out = routing weight * act(gate, up) from BF16 [rows, 2, cols], biases included."""
+    """out[:, cols] = routing weight * act(gate, up) from BF16 [rows, 2, cols], biases included."""
     act, bias = experts.activation, experts.w13_bias
+    if _has_kernels(halves.device) and route.weights.dtype == torch.float32:
+        weights, num_experts = route.weights, experts.num_experts
+        activate(halves, route.order, route.expert, weights, bias, num_experts, act, cols.start, out)
+        return
     for chunk in row_chunks(halves.shape[0], halves.shape[2], halves.device):
         gate, up = halves[chunk, 0].float(), halves[chunk, 1]
         if bias is not None:
-            expert = route.bias_row[chunk]
+            expert = route.expert[chunk].clamp(max=experts.num_experts - 1)
             gate += bias[:, 0, cols].index_select(0, expert)
             up = up + bias[:, 1, cols].index_select(0, expert)
         # The commonest gate in two passes over FP32 in place of four.
         value = functional.silu(gate, inplace=True).mul_(up) if act == SILU else act(gate, up.float())
-        torch.mul(value, route.weight[chunk, None], out=out[chunk])
+        torch.mul(value, route.weight[chunk, None], out=out[chunk, cols])
 
 
 def _products(rows: torch.Tensor, weights: _Weights, ends: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -204,7 +221,7 @@ class _Weights:
 
         Those of an expert that has no rows in the batch, by `ends`, may hold anything.
         """
-        if not self.in_place and _expands_on(ends.device):
+        if not self.in_place and _has_kernels(ends.device):
             return expand_slice(self.stored, self.format, self.num_rows, first, last, ends)
         if isinstance(self.stored, PackedMatrix):
             return self._expand(unpack(self.stored.rows(first, last), self.format))
@@ -215,15 +232,15 @@ class _Weights:
 
 
 @cache
-def _expands_on(device: torch.device) -> bool:
-    """Whether our kernels expand weights there; where they cannot, torch does, with some ten passes over memory."""
+def _has_kernels(device: torch.device) -> bool:
+    """Whether our kernels expand weights and activate there; where they cannot, torch does, in many passes."""
     if device.type != "cuda":
         return False
     try:
         arch_of(index_of(device))
         compiler_version()
     except UnsupportedError as error:
-        warnings.warn(f"warpring: path 'grouped' expands weights through torch, slower: {error}", stacklevel=2)
+        warnings.warn(f"warpring: path 'grouped' runs through torch alone, slower: {error}", stacklevel=2)
         return False
     return True
 

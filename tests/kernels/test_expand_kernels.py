@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from emulator import emulated_gpu, guarded, unusable_reason
-from moe_inputs import make_inputs, rms_rel_error
+from moe_inputs import make_inputs
 
-from warpring import gpt_oss_swiglu, grouped, moe_exact
 from warpring.expand import expand
-from warpring.experts import Experts
 from warpring.formats import FORMATS, QuantizedTensor
 from warpring.kernels import expand as kernels
 from warpring.kernels.expand import expand_slice, panels_spec, rows_spec
-from warpring.layout import PackedExperts, PackedMatrix, pack, pack_experts
+from warpring.layout import PackedMatrix, pack
 from warpring.runtime.device import TESTED_ARCHS
 from warpring.runtime.jit import compile_kernel
 
@@ -97,34 +95,6 @@ def test_nan_and_large_scales_of_packed_weights_keep_their_value(format: str) ->
     moved.scale[1, 5, 2] = 255
     num_rows = stored.shape[-2]
     assert same_bits(run(pack(moved), format, (num_rows, 0, num_rows), [1, 2, 3, 4]), expand(moved))
-
-
-@emulated
-@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_block"])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_grouped_path_computes_the_layer_through_them(
-    format: str, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What runs on a GPU, with the emulator in place of its kernels and torch's CPU form of the grouped GEMM."""
-    inputs = make_inputs(21, *SIZES, EXPERTS, 2, format=format, activation=gpt_oss_swiglu(), bias=True, seed=5)
-    inputs.topk_idx[:, 0] = 1
-    layer: Experts | PackedExperts = pack_experts(inputs.experts) if packed else inputs.experts
-    monkeypatch.setattr(grouped, "_products", grouped._products_by_library)
-    monkeypatch.setattr(grouped, "WORKSPACE_BYTES", 1)
-    called: list[str] = []
-
-    def expanded(stored: QuantizedTensor | PackedMatrix, *args: object) -> torch.Tensor:
-        called.append(type(stored).__name__)
-        with emulated_gpu(kernels):
-            out = expand_slice(stored, *args)  # type: ignore[arg-type]
-        return out
-
-    monkeypatch.setattr(grouped, "_expands_on", lambda device: True)
-    monkeypatch.setattr(grouped, "expand_slice", expanded)
-    out = torch.full_like(inputs.x, torch.nan)
-    grouped.moe_grouped(inputs.x, layer, inputs.topk_idx, inputs.topk_weights, out)
-    assert set(called) == {"PackedMatrix" if packed else "QuantizedTensor"}
-    assert rms_rel_error(out, moe_exact(*inputs.args())) < 10**0.5 * 2**-9
 
 
 @pytest.mark.parametrize("arch", TESTED_ARCHS)

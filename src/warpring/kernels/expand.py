@@ -13,7 +13,6 @@ import torch
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div
 from warpring.layout import PANEL_ROWS, RECORD_COLS, PackedExperts, PackedMatrix
-from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import int32, launch, load, pointer
 
@@ -51,12 +50,6 @@ def specs_of(experts: Experts | PackedExperts) -> tuple[KernelSpec, ...]:
     if experts.format == "bf16":
         return ()
     return tuple(rows_spec(experts.format, cols) for cols in (experts.hidden, experts.intermediate))
-
-
-def precompile(experts: Experts | PackedExperts, device: torch.device) -> None:
-    """Compile and load the layer's kernels, so that a later call can be captured."""
-    for spec in specs_of(experts):
-        load(spec, index_of(device))
 
 
 def expand_slice(
