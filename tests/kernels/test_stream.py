@@ -30,7 +30,7 @@ QWEN = (2048, 768, 128)
 SHAPE = (160, 96, 6, 3)
 #: One staged column, the ring of one stage; and two tiles of staged columns.
 TIGHT = Config(1, 128, 1, 1, 1, 128, 3, 1, 300, 1, 64)
-WIDE = Config(2, 96, 3, 16, 1, 128, 5, 2, 5000, 8, 512)
+WIDE = Config(2, 96, 3, 16, 1, 128, 5, 2, 5000, 8, 512, early=True)
 
 
 # ---- layout and configuration ----------------------------------------------------------------------------------------

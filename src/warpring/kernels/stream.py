@@ -58,6 +58,7 @@ class Config:
         down_run_bytes: bytes of a run, at most.
         down_columns: columns of act staged: 0, 1, 2, 4 or 8.
         pairs: (token, slot) pairs that the launch may have.
+        early: gate_up lets down start at once, not when its last weights are requested.
     """
 
     gate_up_ctas: int = 1
@@ -71,6 +72,7 @@ class Config:
     down_run_bytes: int = 4352
     down_columns: int = 8
     pairs: int = MAX_PAIRS
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,9 @@ def kernel_specs(
         named = tuple((f"WARPRING_{name}", str(value)) for name, value in macros.items())
         return KernelSpec(f"stream_{kind}.cu", f"moe_{kind}_stream", named, smem)
 
-    gelu = {"GELU_TANH": ""} if gate_fn == "gelu_tanh" else {}
+    own = {"GELU_TANH": ""} if gate_fn == "gelu_tanh" else {}
+    if config.early:
+        own["EARLY"] = ""
     gate_up = spec(
         "gate_up",
         split + 2,
@@ -268,7 +272,7 @@ def kernel_specs(
         gate_up_smem(format, hidden, num_experts, config),
         SPLIT=split,
         CHUNKS=chunks,
-        **gelu,
+        **own,
     )
     down = spec(
         "down",

@@ -8,8 +8,10 @@
 // Reads    every wanted weight byte once for each 32 pairs of its expert, in the order of memory, a chunk a bulk copy; x
 //          once an expert and CTA into shared memory where its columns fit, else through L1
 // Bound    HBM: distinct experts * 2 * intermediate * hidden * bytes_per_weight
-// Sync     waits for its predecessor before anything is read (topk_idx and x may be its output), then lets the down
-//          kernel start. Inside a CTA: mbarriers full and empty of each chunk's stage, and of each slot of shares.
+// Sync     waits for its predecessor before anything is read (topk_idx and x may be its output). Lets the down kernel start
+//          after that: once its last chunks are requested, so that down's first weights follow them without a gap and do
+//          not compete with them; or, with WARPRING_EARLY, at once. Inside a CTA: mbarriers full and empty of each
+//          chunk's stage, and of each slot of shares.
 // Limits   hidden % 32 == 0, intermediate % 32 == 0, num_tokens * topk <= WARPRING_PAIRS; ids outside [0, num_experts) are skipped
 //
 // Compile-time parameters of its own: WARPRING_SPLIT, warps that share the columns, and WARPRING_CHUNKS, chunks of a panel. They
@@ -25,6 +27,11 @@ constexpr int kChunkRecords = kRecords / kChunks;
 constexpr int kRun = kChunkRecords / kSplit;  // records of a warp in a chunk
 constexpr int kChunkBytes = kChunkRecords * Format::kRecordBytes;
 constexpr int64_t kPanelBytes = int64_t(kRecords) * Format::kRecordBytes;
+#ifdef WARPRING_EARLY
+constexpr bool kEarly = true;
+#else
+constexpr bool kEarly = false;
+#endif
 constexpr int kSlots = 2;  // shares of two tiles may wait for the finisher
 static_assert(kRun * kSplit * kChunks == kRecords, "kernels/stream.py splits a panel evenly");
 static_assert(kWarps == kSplit + 2, "consumers, a producer, a finisher");
@@ -87,6 +94,7 @@ __device__ __forceinline__ void produce(Smem& smem, const uint8_t* gmem_records,
         }
         ++panel;
     }
+    if (!kEarly) pdl_launch_dependents();
 }
 
 // ---- finisher: the shares of all consumers become activations --------------------------------------------------------
@@ -260,7 +268,7 @@ moe_gate_up_stream(const uint16_t* gmem_x, int64_t x_stride, const Index* gmem_t
 
     // The down kernel reads topk_idx and topk_weights before its own wait: the release comes after ours, never before.
     pdl_wait();
-    pdl_launch_dependents();
+    if (kEarly) pdl_launch_dependents();
     find(smem.routing, gmem_topk_idx, idx_stride, num_tokens * kTopk);
     const auto cut = [&](int cta) { return int(int64_t(smem.routing.num_distinct * kPanels) * cta / gridDim.x); };
     const int first = cut(blockIdx.x), last = cut(blockIdx.x + 1);
