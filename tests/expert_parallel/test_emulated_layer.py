@@ -65,10 +65,7 @@ class HostRanks(Ranks):
             pack_ep(local_experts(weights.routed, r, problem.num_ranks), weights.shared, activation=problem.activation)
             for r in range(problem.num_ranks)
         ]
-        self.roles = [
-            Roles(problem, rank.params, packed.arguments(), 0, self.combine_ctas)
-            for rank, packed in zip(self.ranks, self.packed, strict=True)
-        ]
+        self.roles = [Roles(problem, rank.params, 0, self.combine_ctas) for rank in self.ranks]
 
     def communication(self, rank: int, call: Call, *, with_combine: bool = True) -> list[Launch]:
         made = host.Call(call.x, call.topk_idx, call.topk_weights, call.count, len(call.x), call.shared_weights)
@@ -83,7 +80,7 @@ class HostRanks(Ranks):
         return Launch(kernel, (1, 1, 1), 1, (self.ranks[rank].params, generation), overlaps_previous=False)
 
     def role2(self, ranks: Ranks, rank: int) -> list[Launch]:
-        return [emulated(self.roles[rank].experts())]
+        return [emulated(self.roles[rank].experts(self.packed[rank].arguments()))]
 
 
 def emulated(launch: by_value.Launch) -> Launch:

@@ -15,6 +15,7 @@ from warpring.expert_parallel.partition import Partition, Split
 
 CALL: Any = SimpleNamespace()
 OUT: Any = SimpleNamespace()
+WEIGHTS: Any = SimpleNamespace(arguments=lambda: None)
 
 
 class Recorder:
@@ -40,7 +41,7 @@ class Recorder:
     def dispatch(self, call: object) -> Any:
         return self.launch("role1")
 
-    def experts(self) -> Any:
+    def experts(self, weights: object) -> Any:
         return self.launch("role2")
 
     def combine(self, call: object, out: object) -> Any:
@@ -81,7 +82,7 @@ def recorded(
 def test_roles_fork_from_the_callers_stream_and_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=True)
     made = recorded(monkeypatch, recorder)
-    made.send(CALL)
+    made.send(CALL, WEIGHTS)
     assert recorder.log == [
         "fork on caller",
         "comm waits fork",
@@ -93,21 +94,21 @@ def test_roles_fork_from_the_callers_stream_and_join_it(monkeypatch: pytest.Monk
         "compute end on compute",
     ]
     recorder.log.clear()
-    made.receive(CALL, OUT)
+    made.receive(CALL, WEIGHTS, OUT)
     assert recorder.log == ["caller waits comm end", "caller waits compute end", "role3 on caller", "end on caller"]
 
 
 def test_without_shared_experts_there_is_no_role4(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=False)
-    recorded(monkeypatch, recorder).send(CALL)
+    recorded(monkeypatch, recorder).send(CALL, WEIGHTS)
     assert not any("role4" in line for line in recorder.log)
 
 
 def test_in_a_sequence_all_roles_follow_each_other_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=True)
     made = recorded(monkeypatch, recorder, sequence=True)
-    made.send(CALL)
-    made.receive(CALL, OUT)
+    made.send(CALL, WEIGHTS)
+    made.receive(CALL, WEIGHTS, OUT)
     launches = [line for line in recorder.log if line.startswith("role")]
     assert launches == [f"role{role} on caller" for role in (4, 1, 2, 3)]
 
@@ -122,12 +123,12 @@ def test_a_call_follows_the_last_one_where_events_can_say_so(
 ) -> None:
     recorder = Recorder(shared=False, capture=first)
     made = recorded(monkeypatch, recorder)
-    made.send(CALL)
+    made.send(CALL, WEIGHTS)
     assert "caller waits end" not in recorder.log
-    made.receive(CALL, OUT)
+    made.receive(CALL, WEIGHTS, OUT)
     recorder.log.clear()
     recorder.capture = second
-    made.send(CALL)
+    made.send(CALL, WEIGHTS)
     assert ("caller waits end" in recorder.log) == waits
     assert not waits or recorder.log[0] == "caller waits end"
 
@@ -136,9 +137,9 @@ def test_a_call_follows_the_last_one_where_events_can_say_so(
 def test_the_explicit_graph_has_two_roots_that_no_edge_joins(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     recorder: Any = Recorder(shared=shared, capture=5)
     made = recorded(monkeypatch, recorder, child_graph=True)
-    made.send(CALL)
+    made.send(CALL, WEIGHTS)
     assert recorder.log == []
-    made.receive(CALL, OUT)
+    made.receive(CALL, WEIGHTS, OUT)
     kind, nodes, stream = recorder.log[0]
     assert (kind, stream.name, recorder.log[1]) == ("child", "caller", "end on caller")
     named = {node.launch.name: node for node in nodes}
@@ -154,8 +155,8 @@ def test_the_explicit_graph_has_two_roots_that_no_edge_joins(monkeypatch: pytest
 def test_outside_of_a_capture_the_streams_serve_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=False)
     made = recorded(monkeypatch, recorder, child_graph=True)
-    made.send(CALL)
-    made.receive(CALL, OUT)
+    made.send(CALL, WEIGHTS)
+    made.receive(CALL, WEIGHTS, OUT)
     assert "role1 on comm" in recorder.log
     assert "role3 on caller" in recorder.log
 
@@ -163,7 +164,6 @@ def test_outside_of_a_capture_the_streams_serve_all_the_same(monkeypatch: pytest
 def test_a_gpu_without_the_instructions_is_refused_before_anyone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "arch_of", lambda index: "sm_100a")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "B200")
-    experts: Any = SimpleNamespace(device=torch.device("cuda", 0))
     nothing: Any = None
     with pytest.raises(UnsupportedError, match=r"the kernels run on sm_90a; got sm_100a \(B200\)"):
-        KernelEngine(nothing, nothing, experts, None, 1.0, Options())
+        KernelEngine(nothing, nothing, torch.device("cuda", 0), 1.0, Options())

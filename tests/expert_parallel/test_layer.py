@@ -161,9 +161,9 @@ class FakeEngine:
         self.check = on_check
         self.closed = 0
 
-    def send(self, call: object) -> None: ...
+    def send(self, call: object, weights: object) -> None: ...
 
-    def receive(self, call: object, out: torch.Tensor) -> None:
+    def receive(self, call: object, weights: object, out: torch.Tensor) -> None:
         self.receive_now()
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ def test_a_call_from_another_thread_is_refused_while_one_runs(layer: ExpertParal
         inside.set()
         assert leave.wait(10)
 
-    layer._engine = FakeEngine(wait)  # pyright: ignore[reportAttributeAccessIssue]
+    layer._turns.engine = FakeEngine(wait)  # pyright: ignore[reportAttributeAccessIssue]
     thread = threading.Thread(target=lambda: layer(*args(inputs)))
     thread.start()
     assert inside.wait(10)
@@ -195,7 +195,7 @@ def test_a_call_from_another_thread_is_refused_while_one_runs(layer: ExpertParal
 
 def test_a_failure_poisons_until_the_layer_is_built_anew(layer: ExpertParallelDecode, inputs: Inputs) -> None:
     engine = FakeEngine(timeout)
-    layer._engine = engine  # pyright: ignore[reportAttributeAccessIssue]
+    layer._turns.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
     out = torch.zeros_like(inputs.x)
     with pytest.raises(PeerTimeoutError):
         layer(*args(inputs), out=out)
@@ -215,8 +215,8 @@ def test_what_failed_in_the_background_is_raised_by_the_next_call_or_close(
 ) -> None:
     for act in (lambda: layer(*args(inputs)), layer.close):
         engine = FakeEngine(lambda: None, timeout)
-        layer._unusable = None
-        layer._engine = engine  # pyright: ignore[reportAttributeAccessIssue]
+        layer._turns._unusable = None
+        layer._turns.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(PeerTimeoutError):
             act()
     assert engine.closed == 1
@@ -226,7 +226,7 @@ def test_an_interrupt_in_the_middle_poisons_too(layer: ExpertParallelDecode, inp
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    layer._engine = FakeEngine(interrupt)  # pyright: ignore[reportAttributeAccessIssue]
+    layer._turns.engine = FakeEngine(interrupt)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(KeyboardInterrupt):
         layer(*args(inputs))
     with pytest.raises(PoisonedError, match="it failed before"):
@@ -239,3 +239,40 @@ def test_a_closed_layer_says_so(inputs: Inputs) -> None:
     with pytest.raises(PoisonedError, match="it was closed"):
         layer(*args(inputs))
     assert layer.sm_counts is None
+
+
+# One workspace for many layers
+
+
+def test_layers_share_a_workspace_and_each_has_its_own_weights(layer: ExpertParallelDecode, inputs: Inputs) -> None:
+    others = make_inputs(1, 128, 64, 4, 2, seed=22).experts
+    second = layer.with_experts(others)
+    first_y, second_y = layer(*args(inputs)), second(*args(inputs))
+    assert torch.equal(first_y, run_layer(PROBLEM, *inputs.args()))
+    assert torch.equal(second_y, run_layer(PROBLEM, inputs.x, others, inputs.topk_idx, inputs.topk_weights))
+    assert not torch.equal(first_y, second_y)
+
+
+def test_layers_that_share_a_workspace_take_turns(layer: ExpertParallelDecode, inputs: Inputs) -> None:
+    second = layer.with_experts(inputs.experts)
+    handle = layer.send(*args(inputs))
+    with pytest.raises(WorkspaceBusyError):
+        second(*args(inputs))
+    layer.receive(handle)
+    second(*args(inputs))
+
+
+def test_layers_that_share_a_workspace_are_closed_together(layer: ExpertParallelDecode, inputs: Inputs) -> None:
+    second = layer.with_experts(inputs.experts)
+    second.close()
+    for act in (lambda: layer(*args(inputs)), lambda: layer.with_experts(inputs.experts)):
+        with pytest.raises(PoisonedError, match="it was closed"):
+            act()
+
+
+def test_other_experts_must_fit_the_problem_too(layer: ExpertParallelDecode) -> None:
+    with pytest.raises(ArgumentError, match=r"experts\.hidden must be 128"):
+        layer.with_experts(make_inputs(1, 256, 64, 4, 2).experts)
+    elsewhere = make_inputs(1, 128, 64, 4, 2).experts.to("meta")
+    with pytest.raises(ArgumentError, match="experts must be on cpu, where the workspace is; got meta"):
+        layer.with_experts(elsewhere)

@@ -94,6 +94,26 @@ def test_replays_with_other_inputs_and_counts(mode: str, changes: dict[str, Any]
             buffers.check(experts, shared)
 
 
+def test_layers_that_share_a_workspace_in_one_graph() -> None:
+    experts, _ = experts_of(PROBLEM)
+    others = make_inputs(1, PROBLEM.hidden, PROBLEM.intermediate, 16, 1, format=PROBLEM.format, seed=3).experts.to(CUDA)
+    first, second = Buffers(PROBLEM), Buffers(PROBLEM)
+    with ExpertParallelDecode(PROBLEM, None, experts, timeout=5.0) as layer:
+        next_layer = layer.with_experts(others)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(*first.args(), out=first.out)
+            next_layer(*second.args(), out=second.out)
+        for seed in range(3):
+            first.fill(32 - seed, seed=seed)
+            second.fill(seed, seed=seed + 10)
+            graph.replay()
+            torch.cuda.synchronize()
+            layer.check()
+            first.check(experts, None)
+            second.check(others, None)
+
+
 @pytest.mark.parametrize("num_shared", [0, 1])
 def test_a_child_graph_replays_too(num_shared: int) -> None:
     problem = replace(PROBLEM, num_shared=num_shared)
@@ -115,7 +135,8 @@ def test_a_child_graph_replays_too(num_shared: int) -> None:
 
 def green(layer: ExpertParallelDecode) -> bool:
     """Whether a layer runs in Green Contexts."""
-    partition: Partition = layer._engine._partition  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    engine: Any = layer._turns.engine
+    partition: Partition = engine._partition
     return partition.mode == "green"
 
 

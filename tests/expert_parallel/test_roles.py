@@ -14,7 +14,9 @@ from warpring import ArgumentError, UnsupportedError
 from warpring.errors import PeerTimeoutError, PoisonedError, WorkspaceBusyError
 from warpring.expert_parallel import roles
 from warpring.expert_parallel.call import Call
+from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS
 from warpring.expert_parallel.flags import COMBINE_THREADS, DISPATCH_THREADS, SHARED_THREADS, Code, Flag
+from warpring.expert_parallel.packing import EpWeights
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.roles import Roles, failure, role_specs
 from warpring.expert_parallel.workspace import EpError, EpParams
@@ -65,7 +67,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> Roles:
 
     monkeypatch.setattr(roles, "load", load)
     params = EpParams(comm_ctas=16, compute_ctas=116)
-    return Roles(problem, params, ctypes.c_uint64(5), 0, 132)  # pyright: ignore[reportArgumentType]
+    return Roles(problem, params, 0, 132)
 
 
 def call_of(problem: Problem, *, rows: int = 3) -> Call:
@@ -120,8 +122,10 @@ def test_launches_carry_addresses_strides_and_counts(monkeypatch: pytest.MonkeyP
     assert (dispatch.grid, dispatch.block, dispatch.programmatic) == (16, DISPATCH_THREADS, True)
     assert (shared.grid, shared.block, shared.programmatic) == (16, SHARED_THREADS, False)
     assert (combine.grid, combine.block) == (132, COMBINE_THREADS)
-    assert made.experts().grid == 116
-    assert made.experts().smem_bytes > 0
+    experts = made.experts(EpWeights(alpha=1.5))
+    assert (experts.grid, experts.block) == (116, EXPERTS_THREADS)
+    assert experts.smem_bytes > 0
+    assert experts.arguments.values[1].alpha == 1.5
 
 
 def test_without_shared_experts_nothing_stands_before_role1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ import torch
 
 from warpring.errors import UnsupportedError
 from warpring.expert_parallel.call import Call
-from warpring.expert_parallel.packing import pack_ep
+from warpring.expert_parallel.packing import EpPacked, EpWeights, pack_ep
 from warpring.expert_parallel.partition import PartitionMode, Split, open_partition
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.rendezvous import Ranks
-from warpring.expert_parallel.roles import INDEX_DTYPES, Roles, failure
+from warpring.expert_parallel.roles import INDEX_DTYPES, Roles, failure, role_specs
 from warpring.expert_parallel.workspace import make_params, pinned_error, plan_layout, plan_schedule, read_error
 from warpring.experts import Experts
 from warpring.runtime.device import arch_of, index_of
@@ -43,24 +43,19 @@ class Options:
 
 
 class KernelEngine:
-    """role1 to role4 of one rank on its GPU. See `Engine` in layer.py for the methods."""
+    """role1 to role4 of one rank on its GPU. See `Engine` in turns.py for the methods."""
 
     def __init__(
-        self,
-        problem: Problem,
-        group: Any | None,
-        experts: Experts,
-        shared: Experts | None,
-        timeout: float,
-        options: Options,
+        self, problem: Problem, group: Any | None, device: torch.device, timeout: float, options: Options
     ) -> None:
-        device = experts.device
         index = index_of(device)
         if (arch := arch_of(index)) not in KERNEL_ARCHS:
             raise UnsupportedError(
                 f"ExpertParallelDecode: the kernels run on {', '.join(KERNEL_ARCHS)}; got {arch} "
                 f"({torch.cuda.get_device_name(index)}). Put the experts on the CPU for the reference."
             )
+        role_specs(problem)  # a format without kernels is refused before anything is asked of the others
+        self._problem = problem
         self._device = device
         self._timeout = timeout
         self._options = options
@@ -69,8 +64,7 @@ class KernelEngine:
             with torch.cuda.device(index):
                 self._partition = open_partition(index, options.comm_sms, options.partition)
                 try:
-                    self._build(problem, group, experts, shared, index)
-                    self._warm_up(problem)
+                    self._build(problem, group, index)
                 except BaseException:
                     self._partition.close()
                     raise
@@ -78,7 +72,7 @@ class KernelEngine:
             self.ranks.close()
             raise
 
-    def _build(self, problem: Problem, group: Any | None, experts: Experts, shared: Experts | None, index: int) -> None:
+    def _build(self, problem: Problem, group: Any | None, index: int) -> None:
         split = self._partition.split
         sequence = self._partition.streams is None
         grids = (split.comm_sms, split.compute_sms)
@@ -86,7 +80,6 @@ class KernelEngine:
         self.ranks.check_agreement({**problem.description(), **asdict(schedule), "device": "cuda"})
         layout = plan_layout(problem, schedule)
         self.memory = layout.report()
-        self._packed = pack_ep(experts, shared, activation=problem.activation)
         self._symmetric = allocate(layout.symmetric_bytes, self._device, group)
         self._local = torch.zeros(layout.local_bytes, dtype=torch.uint8, device=self._device)
         self._error = pinned_error()
@@ -101,22 +94,23 @@ class KernelEngine:
             timeout_ns=int(self._timeout * 1e9),
         )
         combine_ctas = torch.cuda.get_device_properties(index).multi_processor_count
-        arguments = self._packed.arguments()
-        self._roles = Roles(problem, params, arguments, index, combine_ctas)
+        self._roles = Roles(problem, params, index, combine_ctas)
         self._fork, self._join_comm, self._join_compute, self._end = (torch.cuda.Event() for _ in range(4))
         #: In which capture `_end` was recorded: None outside of one, -1 before the first call.
         self._end_capture: int | None = -1
+        torch.cuda.synchronize(self._device)
+        self.ranks.barrier()
+        self._warm_up(problem)
 
     def _warm_up(self, problem: Problem) -> None:
         """Calls without tokens: kernels are loaded in their contexts, and peers seen, before a capture needs it."""
-        torch.cuda.synchronize(self._device)
-        self.ranks.barrier()
+        no_weights = EpWeights()
         empty = torch.empty(0, problem.hidden, dtype=torch.bfloat16, device=self._device)
         weights = torch.empty(0, problem.topk, device=self._device)
         for dtype in INDEX_DTYPES:
             call = Call(empty, weights.to(dtype), weights, None, 0, None)
-            self.send(call)
-            self.receive(call, empty)
+            self._fork_roles(call, no_weights)
+            self._join_roles(call, no_weights, empty)
         torch.cuda.synchronize(self._device)
         self.check()
 
@@ -125,8 +119,15 @@ class KernelEngine:
         """Granted SMs, or the CTAs of role1 and role2 where they own none."""
         return self._partition.split
 
-    def send(self, call: Call) -> None:
+    def pack(self, experts: Experts, shared: Experts | None) -> EpPacked:
+        """The experts in the order in which role2 streams them, on this GPU."""
+        return pack_ep(experts, shared, activation=self._problem.activation)
+
+    def send(self, call: Call, weights: EpPacked) -> None:
         """Fork: role4 and role1 on the communication stream, role2 on the compute stream."""
+        self._fork_roles(call, weights.arguments())
+
+    def _fork_roles(self, call: Call, weights: EpWeights) -> None:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._follow_last_call(current)
@@ -139,16 +140,19 @@ class KernelEngine:
             if (shared := self._roles.shared(call)) is not None:
                 shared.on(comm)
             self._roles.dispatch(call).on(comm)
-            self._roles.experts().on(compute)
+            self._roles.experts(weights).on(compute)
             self._join_comm.record(comm)
             self._join_compute.record(compute)
 
-    def receive(self, call: Call, out: torch.Tensor) -> None:
+    def receive(self, call: Call, weights: EpPacked, out: torch.Tensor) -> None:
         """Join: role3 on the caller's stream, behind both partitions."""
+        self._join_roles(call, weights.arguments(), out)
+
+    def _join_roles(self, call: Call, weights: EpWeights, out: torch.Tensor) -> None:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             if self._captures_child(current):
-                add_child_graph(self._nodes(call, out), current)
+                add_child_graph(self._nodes(call, weights, out), current)
             else:
                 current.wait_event(self._join_comm)
                 current.wait_event(self._join_compute)
@@ -166,7 +170,7 @@ class KernelEngine:
         """Whether this call becomes an explicit child graph of the graph that is being captured."""
         return self._options.child_graph and self._partition.contexts is not None and capture_id(current) is not None
 
-    def _nodes(self, call: Call, out: torch.Tensor) -> list[Node]:
+    def _nodes(self, call: Call, weights: EpWeights, out: torch.Tensor) -> list[Node]:
         """The call as an explicit graph: role1 and role2 without an edge between them, role3 behind both."""
         comm, compute = self._partition.contexts or (0, 0)
         nodes: list[Node] = []
@@ -174,7 +178,7 @@ class KernelEngine:
             nodes.append(Node(shared, comm))
         dispatch = len(nodes)
         nodes.append(Node(self._roles.dispatch(call), comm, tuple(range(dispatch))))
-        nodes.append(Node(self._roles.experts(), compute))
+        nodes.append(Node(self._roles.experts(weights), compute))
         nodes.append(Node(self._roles.combine(call, out), primary_context(self._device), (dispatch, dispatch + 1)))
         return nodes
 

@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from warpring.errors import ArgumentError, PoisonedError, WorkspaceBusyError
-from warpring.expert_parallel.call import Call, check_out, make_call
+from warpring.errors import ArgumentError
+from warpring.expert_parallel.call import check_out, make_call
 from warpring.expert_parallel.partition import PartitionMode, Split
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.reference import GlooEngine
-from warpring.expert_parallel.rendezvous import Ranks
+from warpring.expert_parallel.turns import Engine, Handle, Turns
 from warpring.experts import Experts
+
+__all__ = ["DEFAULT_TIMEOUT", "ExpertParallelDecode", "Handle", "check_experts"]
 
 #: Seconds that a rank waits for its peers: a peer may compile kernels, load weights or capture graphs for minutes.
 DEFAULT_TIMEOUT = 300.0
 _NAME = "ExpertParallelDecode"
-
-
-class Engine(Protocol):
-    """What runs the roles of one rank: the kernels on a GPU (roles.py), or torch on a CPU (reference.py)."""
-
-    ranks: Ranks
-    memory: str
-
-    @property
-    def sm_counts(self) -> Split | None:
-        """Granted SMs of each partition; None without a GPU."""
-        ...
-
-    def send(self, call: Call) -> None:
-        """Start a call: publish the tokens, start the experts where that needs no wait on the host."""
-        ...
-
-    def receive(self, call: Call, out: torch.Tensor) -> None:
-        """End the call that was started: write the outputs of its tokens to `out`."""
-        ...
-
-    def check(self) -> None:
-        """Raise what went wrong in the background, if something did; waits for nothing."""
-        ...
-
-    def close(self) -> None:
-        """Wait for one's own work and release everything."""
-        ...
-
-
-@dataclass(frozen=True)
-class Handle:
-    """A call between its two halves."""
-
-    call: Call
-    number: int
 
 
 class ExpertParallelDecode:
@@ -74,7 +36,8 @@ class ExpertParallelDecode:
     refused. On a GPU, calls on different streams wait for each other; replays of captured graphs must be ordered by the
     caller, like calls that share a buffer.
 
-    A context manager: leaving it closes the layer.
+    A model's layers follow each other, so they need one workspace between them: build the first, and make the others
+    from it with `with_experts`. A context manager: leaving it closes the layer, and all that share its workspace.
 
     Attributes:
         problem: what the layer is.
@@ -117,19 +80,47 @@ class ExpertParallelDecode:
         self._check_group(group)
         self._device = experts.device
         check_experts(problem, experts, shared)
-        self._lock = threading.Lock()
-        self._pending: Handle | None = None
-        self._number = 0
-        self._unusable: str | None = None
+        engine: Engine
         if self._device.type == "cpu":
-            engine = GlooEngine(problem, group, experts, shared, timeout)
+            engine = GlooEngine(problem, group, timeout)
         else:
             from warpring.expert_parallel.engine import KernelEngine, Options
 
-            options = Options(comm_sms, num_slots, partition, child_graph)
-            engine = KernelEngine(problem, group, experts, shared, timeout, options)
-        self._engine: Engine | None = engine
+            engine = KernelEngine(
+                problem, group, self._device, timeout, Options(comm_sms, num_slots, partition, child_graph)
+            )
         self.rank = engine.ranks.rank
+        self._turns = Turns(engine)
+        try:
+            self._weights = engine.pack(experts, shared)
+        except BaseException:
+            self._turns.close()
+            raise
+
+    def with_experts(self, experts: Experts, shared: Experts | None = None) -> ExpertParallelDecode:
+        """Another layer of the same problem with weights of its own, on this layer's workspace, streams and peers.
+
+        Not a collective; but all ranks call the layers that share a workspace in the same order.
+
+        Args:
+            experts, shared: as in the constructor, on the same device.
+
+        Raises:
+            ArgumentError: experts that do not fit the problem, or on another device.
+            PoisonedError: this layer failed, or is closed.
+        """
+        check_experts(self.problem, experts, shared)
+        if experts.device != self._device:
+            raise ArgumentError(
+                f"{_NAME}.with_experts: experts must be on {self._device}, where the workspace is; got "
+                f"{experts.device}. Use .to()."
+            )
+        layer = object.__new__(ExpertParallelDecode)
+        layer.problem, layer.rank = self.problem, self.rank
+        layer._device, layer._turns = self._device, self._turns
+        with self._turns.begin() as engine:
+            layer._weights = engine.pack(experts, shared)
+        return layer
 
     def _check_group(self, group: Any | None) -> None:
         size = 1 if group is None else group.size()
@@ -142,12 +133,12 @@ class ExpertParallelDecode:
     @property
     def sm_counts(self) -> Split | None:
         """SMs that the driver granted to communication and compute; None on a CPU."""
-        return None if self._engine is None else self._engine.sm_counts
+        return None if self._turns.engine is None else self._turns.engine.sm_counts
 
     @property
     def memory(self) -> str:
         """The workspace's regions and their bytes, for people; empty on a CPU, and once closed."""
-        return "" if self._engine is None else self._engine.memory
+        return "" if self._turns.engine is None else self._turns.engine.memory
 
     def __call__(
         self,
@@ -210,50 +201,19 @@ class ExpertParallelDecode:
         out: torch.Tensor | None,
     ) -> Handle:
         """`send`; every argument is checked before anything is sent, `out` included where it is known already."""
-        with self._turn():
-            if self._pending is not None:
-                raise WorkspaceBusyError(
-                    f"{_NAME}: call {self._pending.number} is between send and receive, and a workspace serves one "
-                    "call at a time. Receive it first, or build a second layer."
-                )
-            engine = self._usable_engine()
+        with self._turns.begin() as engine:
             call = make_call(self.problem, self._device, x, topk_idx, topk_weights, num_tokens, shared)
             if out is not None:
                 check_out(out, x)
-            with self._poisons():
-                engine.send(call)
-            self._number += 1
-            self._pending = Handle(call, self._number)
-            return self._pending
+            return self._turns.send(engine, call, self._weights)
 
     def receive(self, handle: Handle, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """The second half of a call: the outputs. On a failure, `out` is filled with NaN."""
-        with self._turn():
-            engine = self._usable_engine()
-            if handle is not self._pending:
-                raise ArgumentError(
-                    f"{_NAME}.receive: handle must be the one that the last send returned; got that of call "
-                    f"{handle.number}, received before. Receive each call once."
-                )
-            x = handle.call.x
-            if out is None:
-                out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-            check_out(out, x)
-            try:
-                with self._poisons():
-                    engine.receive(handle.call, out)
-            except BaseException:
-                if not x.is_cuda:
-                    out.fill_(torch.nan)
-                raise
-            finally:
-                self._pending = None
-            return out
+        return self._turns.receive(handle, out)
 
     def check(self) -> None:
         """Raise what went wrong in the background (see `PeerTimeoutError`), if something did; waits for nothing."""
-        with self._turn():
-            self._usable_engine()
+        self._turns.check()
 
     def close(self) -> None:
         """Wait for this rank's own work and release everything. Closing again does nothing.
@@ -261,17 +221,7 @@ class ExpertParallelDecode:
         Raises:
             PeerTimeoutError: the last call failed in the background, and nothing has said so yet.
         """
-        with self._turn():
-            engine, self._engine = self._engine, None
-            self._pending = None
-            failed, self._unusable = self._unusable, self._unusable or "it was closed"
-            if engine is not None:
-                try:
-                    engine.close()
-                    if failed is None:
-                        engine.check()
-                finally:
-                    del engine
+        self._turns.close()
 
     def __enter__(self) -> ExpertParallelDecode:
         return self
@@ -280,36 +230,6 @@ class ExpertParallelDecode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @contextmanager
-    def _turn(self) -> Generator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise WorkspaceBusyError(
-                f"{_NAME}: another thread is in this layer, and its workspace serves one call at a time. Call it from "
-                "one thread, or build a second layer."
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def _usable_engine(self) -> Engine:
-        if self._engine is None or self._unusable is not None:
-            raise PoisonedError(
-                f"{_NAME}: this layer cannot run: {self._unusable}. Close it on every rank, and build it anew."
-            )
-        with self._poisons():
-            self._engine.check()
-        return self._engine
-
-    @contextmanager
-    def _poisons(self) -> Generator[None]:
-        """Whatever fails in here leaves ranks out of step: the layer refuses to run from then on."""
-        try:
-            yield
-        except BaseException as error:
-            self._unusable = f"it failed before ({' '.join(str(error).split()) or type(error).__name__})"
-            raise
 
 
 def check_experts(problem: Problem, experts: Experts, shared: Experts | None) -> None:

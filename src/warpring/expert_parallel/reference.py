@@ -21,15 +21,16 @@ _TAGS_PER_CALL = 3
 _TAG_LIMIT = 2**30
 
 
+_Weights = tuple[Experts, Experts | None]
+
+
 class GlooEngine:
-    """role1 to role4 of one rank in plain torch. See `Engine` in layer.py for the methods."""
+    """role1 to role4 of one rank in plain torch. See `Engine` in turns.py for the methods."""
 
     sm_counts: Split | None = None
     memory = ""
 
-    def __init__(
-        self, problem: Problem, group: Any | None, experts: Experts, shared: Experts | None, timeout: float
-    ) -> None:
+    def __init__(self, problem: Problem, group: Any | None, timeout: float) -> None:
         self.ranks = Ranks(group, timeout)
         try:
             self.ranks.check_agreement({**problem.description(), "device": "cpu"})
@@ -37,14 +38,16 @@ class GlooEngine:
             self.ranks.close()
             raise
         self._problem = problem
-        self._experts = experts
-        self._shared = shared
         self._timeout = timeout
         self._generation = 0
         self._tokens: Published | None = None
         self._count = 0
 
-    def send(self, call: Call) -> None:
+    def pack(self, experts: Experts, shared: Experts | None) -> _Weights:
+        """The experts as they are."""
+        return experts, shared
+
+    def send(self, call: Call, weights: _Weights) -> None:
         """Publish the routing to every rank, and each token to the ranks that have one of its experts."""
         problem, ranks = self._problem, self.ranks
         self._generation += 1
@@ -59,22 +62,23 @@ class GlooEngine:
             if wanted.any():
                 ranks.send(_pack(tokens[wanted], call.topk_weights[:count][wanted]), peer, self._tag(1))
 
-    def receive(self, call: Call, out: torch.Tensor) -> None:
+    def receive(self, call: Call, weights: _Weights, out: torch.Tensor) -> None:
         """Run the experts on what the ranks published, return the partial results, add up one's own."""
         problem, ranks, count, tokens = self._problem, self.ranks, self._count, self._tokens
         if tokens is None:
             return
         deadline = Deadline(self._timeout)
-        topk_idx, weights = call.topk_idx[:count], call.topk_weights[:count]
+        experts, shared = weights
+        topk_idx, topk_weights = call.topk_idx[:count], call.topk_weights[:count]
         dtype = partial_dtype(problem.activation)
         partials = torch.zeros(count, problem.num_slots_per_token, problem.hidden, dtype=dtype)
         # One's own pairs first: peers may still be on their way.
         mine = self._wants(topk_idx, ranks.rank)
-        partials[:, : problem.topk][mine] = self._run(tokens, topk_idx, weights, mine)
-        if self._shared is not None:
-            partials[:, problem.topk :] = run_shared(problem, self._shared, tokens, call.shared_weights_of(count))
+        partials[:, : problem.topk][mine] = self._run(experts, tokens, topk_idx, topk_weights, mine)
+        if shared is not None:
+            partials[:, problem.topk :] = run_shared(problem, shared, tokens, call.shared_weights_of(count))
         for peer in ranks.peers():
-            self._serve(peer, deadline)
+            self._serve(experts, peer, deadline)
         for peer in ranks.peers():
             theirs = self._wants(topk_idx, peer)
             rows = torch.empty(int(theirs.sum()), problem.hidden, dtype=dtype)
@@ -86,7 +90,7 @@ class GlooEngine:
         valid[:, : problem.topk] = topk_idx >= 0
         out[:count] = combine(partials, valid)
 
-    def _serve(self, peer: int, deadline: Deadline) -> None:
+    def _serve(self, experts: Experts, peer: int, deadline: Deadline) -> None:
         """Receive a peer's routing and tokens, send the partial results of its pairs back in its order."""
         problem, ranks, generation = self._problem, self.ranks, self._generation
         header = torch.empty(1 + problem.max_tokens_per_rank * problem.topk, dtype=torch.int32)
@@ -100,10 +104,15 @@ class GlooEngine:
         ranks.receive(packed, peer, self._tag(1), deadline, flag="arrived", generation=generation)
         tokens, weights = _unpack(problem, packed)
         mine = self._wants(topk_idx, ranks.rank)
-        ranks.send(_as_bytes(self._run(tokens, topk_idx, weights, mine)), peer, self._tag(2))
+        ranks.send(_as_bytes(self._run(experts, tokens, topk_idx, weights, mine)), peer, self._tag(2))
 
     def _run(
-        self, tokens: Published, topk_idx: torch.Tensor, weights: torch.Tensor, mine: torch.Tensor
+        self,
+        experts: Experts,
+        tokens: Published,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor,
+        mine: torch.Tensor,
     ) -> torch.Tensor:
         """Partial results of the pairs (token, slot) that `mine` marks, in that order: [pairs, hidden]."""
         problem = self._problem
@@ -113,7 +122,7 @@ class GlooEngine:
         for expert in local.unique().tolist():
             pairs = local == expert
             pair_weights = weights[rows[pairs], slots[pairs]]
-            out[pairs] = run_expert(problem, self._experts, expert, tokens[rows[pairs]], pair_weights)
+            out[pairs] = run_expert(problem, experts, expert, tokens[rows[pairs]], pair_weights)
         return out
 
     def _wants(self, topk_idx: torch.Tensor, rank: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from warpring.errors import ArgumentError, PeerTimeoutError, PoisonedError, Warp
 from warpring.expert_parallel.call import Call
 from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS, experts_spec
 from warpring.expert_parallel.flags import COMBINE_THREADS, DISPATCH_THREADS, SHARED_THREADS, Code, Flag
+from warpring.expert_parallel.packing import EpWeights
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.workspace import EpError, EpParams
 from warpring.runtime.by_value import KernelArguments, Launch
@@ -92,13 +93,11 @@ class Roles:
         self,
         problem: Problem,
         params: EpParams,
-        weights: ctypes.Structure,
         device_index: int,
         combine_ctas: int,
     ) -> None:
         specs = role_specs(problem)
         self.params = params
-        self._weights = weights
         self._specs = specs
         self._combine_ctas = combine_ctas
         self._kernels: dict[KernelSpec, Any] = {spec: load(spec, device_index) for spec in specs.all()}
@@ -122,9 +121,9 @@ class Roles:
             self._specs.dispatch[call.topk_idx.dtype], self.params.comm_ctas, DISPATCH_THREADS, arguments, behind
         )
 
-    def experts(self) -> Launch:
-        """role2."""
-        arguments = KernelArguments(self.params, self._weights)
+    def experts(self, weights: EpWeights) -> Launch:
+        """role2, with a layer's weights."""
+        arguments = KernelArguments(self.params, weights)
         return self._launch(self._specs.experts, self.params.compute_ctas, EXPERTS_THREADS, arguments)
 
     def combine(self, call: Call, out: torch.Tensor) -> Launch:
