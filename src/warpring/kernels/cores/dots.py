@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from warpring.kernels.cores.emit import F32, F32X16, I8, I64, LANES, Code, Val, Var, vector
+from warpring.kernels.cores.emit import F32, F32X16, I32, I64, LANES, Code, Val, Var, vector
 from warpring.kernels.cores.formats import StoredFormat
 
 #: Sizes of a layer are multiples of this many columns.
@@ -24,7 +24,7 @@ AHEAD = 3 << 10
 
 
 class Dots(ABC):
-    """Dot products for one format on one kind of processor.
+    """Dot products for one format on one kind of processor. A step longer than SMALLEST has 64 bytes of codes.
 
     Attributes:
         stored: the format.
@@ -131,25 +131,18 @@ class Dots(ABC):
         step: Val,
         rest: Val,
     ) -> None:
-        """A step of `rest` columns, from copies of codes and scales that end in zeros. Activations do already."""
-        zero = code.i64(0)
-        codes, scales = code.slot(I8, self.step_bytes), code.slot(F32, LANES)
+        """A step of `rest` columns, from a register of codes and scales that end in zeros. Activations do already."""
+        codes, scales = code.slot(F32X16, 1), code.slot(F32X16, 1)
+        dwords = (rest * self.stored.code_bits) >> 5
         xs = [x + step * (self.activation_bytes * self.columns) for x in vectors]
         block = self.stored.scale_block[1]
-        lane_scales = 0 < block < self.columns
         for row, start, scale in zip(rows, starts, scale_starts, strict=True):
-            for offset in range(0, self.step_bytes, 4 * LANES):
-                code.store(code.zeros(F32X16), codes + offset)
-            piece = vector(I8, SMALLEST * self.stored.code_bits // 8)
-            with code.loop(zero, (rest * self.stored.code_bits) >> 3, piece.count) as i:
-                code.store(code.load(piece, start + step * self.step_bytes + i), codes + i)
+            code.store(code.load_first(vector(I32, LANES), start + step * self.step_bytes, dwords), codes)
             lanes = None
-            if lane_scales:
-                code.store(code.zeros(F32X16), scales)
-                with code.loop(zero, rest // block) as i:
-                    from_ = scale + (step * (self.columns // block) + i) * 4
-                    code.store(code.load(F32, from_), scales + i * 4)
-                lanes = self.step_scale(code, scales, zero)
+            if 0 < block < self.columns:
+                at = scale + step * (self.columns // block) * 4
+                code.store(code.load_first(F32X16, at, rest // block), scales)
+                lanes = self.step_scale(code, scales, code.i64(0))
             elif self.stored.scales_columns:
                 lanes = self.step_scale(code, scale, step)
             self.step(code, shared, row, codes, lanes, xs)

@@ -231,6 +231,17 @@ class Code:
         """An unaligned load."""
         return Val(self._builder, self._builder.load(self._pointer(kind, address), align=1, typ=kind))
 
+    def load_first(self, kind: Any, address: Val, count: Val) -> Val:
+        """A vector of which the first `count` lanes are loaded, unaligned; the others are 0, and not read."""
+        lanes = vector(I32, kind.count)
+        numbers = Val(self._builder, ir.Constant(lanes, list(range(kind.count))))
+        mask = numbers < count.trunc(I32).splat(kind.count)
+        scalar = "f32" if isinstance(kind.element, ir.FloatType) else f"i{kind.element.width}"
+        signature = ir.FunctionType(kind, [ir.PointerType(I8), I32, mask.type, kind])
+        function = self._intrinsic(f"llvm.masked.load.v{kind.count}{scalar}.p0", signature)
+        pointer, unaligned = self._pointer(I8, address), ir.Constant(I32, 1)
+        return Val(self._builder, self._builder.call(function, [pointer, unaligned, mask.raw, self.zeros(kind).raw]))
+
     def store(self, value: Val, address: Val) -> None:
         """An unaligned store."""
         self._builder.store(value.raw, self._pointer(value.type, address), align=1)
