@@ -38,8 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--path",
         metavar="PATH,...",
-        help="paths to compare: reference, classical, cores, warp, tile, auto (default: warp,tile,classical on a GPU, "
-        "cores,classical on a CPU)",
+        help="paths to compare: reference, classical, cores, warp, tile, grouped, auto (default: "
+        "warp,tile,classical on a GPU, cores,classical on a CPU)",
     )
     parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf", "recorded"), help="default uniform")
     parser.add_argument(

@@ -13,6 +13,9 @@ from warpring.cli.bench import add_shape_arguments, parse_list
 from warpring.errors import ArgumentError
 
 if TYPE_CHECKING:
+    import torch
+
+    from warpring.bench.shapes import LayerShape
     from warpring.runtime.jit import KernelSpec
 
 _EXAMPLES = """\
@@ -27,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "precompile",
         help="compile the kernels of a shape ahead of time",
-        description="Compile the warp-decode kernels of a shape and format into the kernel cache, so that the first "
+        description="Compile the kernels of a shape and format into the kernel cache, so that the first "
         "request does not wait. The cache lies in $WARPRING_CACHE, else $XDG_CACHE_HOME/warpring, else "
         "~/.cache/warpring.",
         epilog=_EXAMPLES,
@@ -48,10 +51,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from warpring.bench.inputs import one_expert
     from warpring.bench.records import FORMATS
     from warpring.bench.shapes import parse_shape
-    from warpring.kernels import tile, warp
     from warpring.runtime.jit import cache_dir, compile_kernel
 
     shape = parse_shape(args.shape or args.model or "qwen3-30b-a3b")
@@ -61,18 +62,7 @@ def run(args: argparse.Namespace) -> int:
         (format, arch, spec)
         for format in formats
         for arch in architectures(args.arch)
-        for spec in (
-            *warp.kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all(),
-            *tile.kernel_specs(
-                format,
-                shape.hidden,
-                shape.intermediate,
-                shape.num_experts,
-                shape.topk,
-                index_dtype,
-                shape.activation.gate_fn,
-            ).all(),
-        )
+        for spec in specs_of(shape, format, index_dtype)
     ]
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
@@ -88,6 +78,23 @@ def run(args: argparse.Namespace) -> int:
             )
     print(f"kernel cache: {cache_dir()}")
     return 0
+
+
+def specs_of(shape: LayerShape, format: str, index_dtype: torch.dtype) -> list[KernelSpec]:
+    """Every kernel that a layer may need on a GPU: of warp decode, of the tile path, and of the grouped path."""
+    from warpring.bench.inputs import one_expert
+    from warpring.kernels import expand, grouped_activate, tile, warp
+
+    sizes, gate_fn = (shape.hidden, shape.intermediate, shape.num_experts), shape.activation.gate_fn
+    rows = [] if format == "bf16" else [expand.rows_spec(format, cols) for cols in sizes[:2]]
+    return [
+        *warp.kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all(),
+        *tile.kernel_specs(format, *sizes, shape.topk, index_dtype, gate_fn).all(),
+        *rows,
+        expand.panels_spec(format, shape.hidden, num_halves=2),
+        expand.panels_spec(format, shape.intermediate, num_halves=1),
+        grouped_activate.kernel_spec(index_dtype, gate_fn),
+    ]
 
 
 def distinction(spec: KernelSpec, specs: Sequence[KernelSpec]) -> str:
