@@ -27,7 +27,7 @@ def expert_block(
     form, n = problem.activation, tokens.codes.shape[0]
     routing = weights.numpy()[:, None]
     x, x_scale = tokens.codes.float().numpy(), tokens.scale.numpy()
-    group = 128 if form == "fp8" else 64
+    group = 128
     repeated = np.repeat(x_scale, problem.hidden_padded // group // x_scale.shape[1], axis=1)
     gate, up = (
         _gemm(problem, *_matrix(experts, "w13", (expert, half), form, problem.hidden_padded), x, repeated, group)

@@ -23,12 +23,13 @@ from warpring.expert_parallel.packing import pack_ep
 from warpring.expert_parallel.problem import BLOCK_SIZES, ActivationForm, Problem
 from warpring.expert_parallel.workspace import (
     EpState,
+    Schedule,
     make_params,
     pinned_error,
     plan_layout,
-    plan_schedule,
     read_error,
 )
+from warpring.formats import ceil_div
 from warpring.runtime.jit import KERNEL_DIR, KernelSpec, compile_kernel
 from warpring.runtime.launch import int32
 
@@ -52,8 +53,10 @@ class Role2:
 
     def __init__(self, problem: Problem, experts: Experts, compute_ctas: int, shared: Experts | None = None) -> None:
         self.problem, self.experts, self.shared = problem, experts, shared
-        self.schedule = plan_schedule(problem, 1, compute_ctas, num_slots=None)
-        self.schedule = plan_schedule(problem, 1, compute_ctas, num_slots=self.schedule.lag + 2)
+        lag = ceil_div(compute_ctas, problem.num_neuron_tasks) + 1
+        self.schedule = Schedule(
+            1, compute_ctas, lag, num_slots=lag + 2
+        )  # the fewest slots, so that all are used again
         self.layout = plan_layout(problem, self.schedule)
         self.regions = [self._buffer(self.layout.symmetric_bytes) for _ in range(problem.num_ranks)]
         for region in self.regions:

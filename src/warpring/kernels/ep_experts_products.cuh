@@ -18,7 +18,7 @@ struct UsedStage {
 
 template <int N, class Format, bool kSecond>
 struct Products {
-    static constexpr int kGroupColumns = kFp8 && !kSecond ? 128 : 64;
+    static constexpr int kGroupColumns = kSecond ? 64 : 128;
     static constexpr int kSteps = kGroupColumns / 32;
     static constexpr int kGroupsOfChunk = kChunkColumns / kGroupColumns;
     static constexpr int kGroups = kSecond ? kNeuronTasks : kHiddenPadded / kGroupColumns;
