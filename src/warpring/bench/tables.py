@@ -17,6 +17,7 @@ from pathlib import Path
 
 from warpring.bench.bar import bar
 from warpring.bench.compared import end_to_end, ncu, peers
+from warpring.bench.cores_tables import CORES_TABLES
 from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import FORMATS, Record, load, newest
 from warpring.errors import ArgumentError
@@ -210,6 +211,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "peers": peers,
     "end-to-end": end_to_end,
     "ncu": ncu,
+    **CORES_TABLES,
 }
 
 
