@@ -253,7 +253,9 @@ void let_time_pass() {
     const uint64_t round = machine->idle_rounds++;
     machine->clock_ns += 1000ull << std::min<uint64_t>(round / 64, kSlowest);
     if (round % 1024) return;
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - machine->start;
+    const auto now = std::chrono::steady_clock::now();
+    if (round == 0) machine->idle_since = now;
+    const std::chrono::duration<double> elapsed = now - machine->idle_since;
     if (elapsed.count() > machine->options.timeout_s || round > kMostRounds)
         abandon(deadlock_report("nothing but polling for too long: what these threads wait for does not come"));
 }
@@ -384,7 +386,6 @@ extern "C" int cuda_on_cpu_run(const GridSpec* grids, const int* grids_of_stream
     Machine run;
     run.options = *options;
     run.random.seed(options->seed);
-    run.start = std::chrono::steady_clock::now();
     machine = &run;
     for (int s = 0; s < num_streams; ++s) {
         Stream stream;

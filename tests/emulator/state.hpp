@@ -181,7 +181,7 @@ struct Machine {
     Context main, scheduler;
     Guarded scheduler_stack;
     std::string report;
-    std::chrono::steady_clock::time_point start;
+    std::chrono::steady_clock::time_point idle_since;
 
     bool by_chance(unsigned one_in) { return options.seed != 0 && random() % one_in == 0; }
 };

@@ -56,10 +56,12 @@ struct Ring {
             const float x = cvt_f16_f32_low(half) * act_scale(place.slot, column / 64, n);
             const float y = x * info.weight[n] * float(expert + 1);
             const int owner = info.pair_id[n] / per_rank, row = info.pair_id[n] % per_rank;
-            uint8_t* gmem_out = peer_region(params, owner) + params.partials_offset +
-                                (int64_t(row) * kHidden + column) * kPartialBytes;
-            if constexpr (kFp8) *reinterpret_cast<uint16_t*>(gmem_out) = cvt_f32_bf16(y);
-            else *reinterpret_cast<float*>(gmem_out) = y;
+            uint8_t* gmem_out =
+                peer_region(params, owner) + params.partials_offset + (int64_t(row) * kHidden + column) * kPartialBytes;
+            if constexpr (kFp8)
+                *reinterpret_cast<uint16_t*>(gmem_out) = cvt_f32_bf16(y);
+            else
+                *reinterpret_cast<float*>(gmem_out) = y;
         }
         __syncthreads();
         if (threadIdx.x == 0) signal_l2_empty(params, place);

@@ -230,6 +230,15 @@ def test_more_blocks_than_slots_all_for_one_expert_of_one_rank(seed: int) -> Non
 
 
 @emulated
+@pytest.mark.parametrize(("num_ranks", "max_tokens", "topk"), [(17, 3, 2), (2, 120, 9), (3, 22, 32)])
+def test_more_ranks_than_warps_and_more_packets_than_lanes(num_ranks: int, max_tokens: int, topk: int) -> None:
+    problem = Problem(32, 128, 2 * num_ranks, topk, num_ranks, max_tokens, block_m=64)
+    ranks = Ranks(problem, compute_ctas=1)
+    counts = [max_tokens - rank % 2 for rank in range(num_ranks)]
+    run_and_check(ranks, [counts], 2)
+
+
+@emulated
 @pytest.mark.parametrize("fill", [-1, 6, 2**31 - 1])
 def test_routing_without_any_valid_slot_gives_zeros(fill: int) -> None:
     ranks = Ranks(replace(SMALL, num_ranks=2))

@@ -1,6 +1,6 @@
-// ep_combine.cu   role3: out[t] = sum over slots, in their order, of the partial results that all ranks have written here.
+// ep_combine.cu   role3: out[t] = sum over slots, in their order, of the partial results that all ranks wrote here.
 //
-// Grid     any number of CTAs of 256 threads, the same in every call of a layer; a thread owns 8 columns of a token at a time
+// Grid     any number of CTAs of 256 threads, the same in every call of a layer; a thread owns 8 columns of a token
 // Reads    num_tokens * (topk + shared) rows of partials once: BF16 (FP8 activations) or FP32; unused slots not at all
 // Bound    latency of `done`, then L2 and HBM
 // Sync     waits done of all ranks; the last CTA to finish moves generation and block_base on
@@ -75,8 +75,8 @@ __device__ __forceinline__ void advance(const EpParams& params, uint64_t generat
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-ep_combine(const __grid_constant__ EpParams params, uint16_t* gmem_out, int64_t out_stride, const Index* gmem_topk_idx,
-           int64_t idx_stride, const int32_t* gmem_num_tokens, int32_t num_rows) {
+    ep_combine(const __grid_constant__ EpParams params, uint16_t* gmem_out, int64_t out_stride,
+               const Index* gmem_topk_idx, int64_t idx_stride, const int32_t* gmem_num_tokens, int32_t num_rows) {
     const uint64_t generation = params.gmem_state->generation + 1;
     const EpSync sync = ep_sync(params, generation);
     const TokenCount count(params, gmem_num_tokens, num_rows);

@@ -47,7 +47,9 @@ static_assert(kExperts < 0xffff, "a packet holds 16-bit ids, one of which stands
 __device__ __forceinline__ uint8_t* peer_region(const EpParams& params, int peer) {
     return reinterpret_cast<uint8_t*>(params.peers.base + params.peers.offset[peer]);
 }
-__device__ __forceinline__ uint8_t* own_region(const EpParams& params) { return peer_region(params, params.peers.rank); }
+__device__ __forceinline__ uint8_t* own_region(const EpParams& params) {
+    return peer_region(params, params.peers.rank);
+}
 
 // In `region`, what `source` keeps there: counters of arrivals and of completions, and routing.
 __device__ __forceinline__ uint64_t* arrived_of(const EpParams& params, uint8_t* region, int source) {
@@ -74,8 +76,12 @@ constexpr int kPacketPairs = 4;
 constexpr uint32_t kNoExpert = 0xffff;
 constexpr uint32_t kRefusedTokens = 0xffff;  // as num_tokens: the rank's count was beyond its limit
 
-__device__ __forceinline__ int num_packets(int num_tokens) { return max(1, ceil_div(num_tokens * kTopk, kPacketPairs)); }
-__device__ __forceinline__ uint64_t meta_tag(uint64_t generation, uint32_t num_tokens) { return generation << 16 | num_tokens; }
+__device__ __forceinline__ int num_packets(int num_tokens) {
+    return max(1, ceil_div(num_tokens * kTopk, kPacketPairs));
+}
+__device__ __forceinline__ uint64_t meta_tag(uint64_t generation, uint32_t num_tokens) {
+    return generation << 16 | num_tokens;
+}
 
 // How many tokens this call has: x's rows, unless the device holds another number (so that a replayed graph can change it).
 struct TokenCount {
@@ -97,7 +103,8 @@ __device__ __forceinline__ uint8_t* plan_packet(const EpParams& params, int pack
 __device__ __forceinline__ void write_plan_blocks(const EpParams& params, uint64_t generation, int num_blocks) {
     st_relaxed_gpu_b128(plan_packet(params, 0), make_ulonglong2(generation, uint64_t(num_blocks)));
 }
-__device__ __forceinline__ void write_plan_entry(const EpParams& params, uint64_t generation, int block, int expert, int count) {
+__device__ __forceinline__ void write_plan_entry(const EpParams& params, uint64_t generation, int block, int expert,
+                                                 int count) {
     st_relaxed_gpu_b128(plan_packet(params, 1 + block),
                         make_ulonglong2(generation, uint64_t(expert) | uint64_t(count) << 32));
 }
@@ -133,7 +140,9 @@ __device__ __forceinline__ RingPlace ring_place(const EpParams& params, uint64_t
 }
 
 // Columns of the tensor core for a block of `count` tokens.
-__device__ __forceinline__ int block_width(int count) { return count <= 8 ? 8 : count <= 16 ? 16 : count <= 32 ? 32 : 64; }
+__device__ __forceinline__ int block_width(int count) {
+    return count <= 8 ? 8 : count <= 16 ? 16 : count <= 32 ? 32 : 64;
+}
 
 // Where the 16 bytes `piece` (0 to 7) of token n lie in a chunk of a B image of that width.
 __device__ __forceinline__ int image_offset(int width, int piece, int n) {
@@ -165,7 +174,8 @@ __device__ __forceinline__ bool wait_l1_full(const EpParams& params, const EpSyn
 
 // The act chunks of `tasks` (a mask of first-GEMM tasks) are there. A task toggles its bit once a use: ones mean that in
 // even uses, zeros in odd ones.
-__device__ __forceinline__ bool wait_l2_full(const EpParams& params, const EpSync& sync, RingPlace place, uint64_t tasks) {
+__device__ __forceinline__ bool wait_l2_full(const EpParams& params, const EpSync& sync, RingPlace place,
+                                             uint64_t tasks) {
     const uint64_t wanted = place.use % 2 == 0 ? tasks : 0;
     return wait_until(sync, kL2Full, -1, wanted, [&](uint64_t& seen) {
         seen = ld_acquire_gpu_u64(params.gmem_l2_full + place.slot) & tasks;

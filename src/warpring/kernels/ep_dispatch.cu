@@ -1,11 +1,11 @@
 // ep_dispatch.cu   role1: publish own tokens, hear the peers' routing, plan the token blocks, pull what own experts need.
 //
 // Grid     comm_ctas CTAs of 512 threads, all resident in the communication partition
-// Owner    CTA c: tokens c, c + C, ... to publish; routed blocks b with (b + 1) % C == c to fill (CTA 0 writes the plan first)
-// Reads    x and routing once; routing of all ranks by every CTA (4 bytes a pair); each wanted row once a pair, from its owner
+// Owner    CTA c: tokens c, c + C, ... to publish; routed blocks b with (b + 1) % C == c to fill; CTA 0 writes the plan
+// Reads    x and own routing once; all ranks' routing in every CTA (4 bytes a pair); a wanted row once a pair, from its owner
 // Bound    latency at decode sizes: routing to plan is one hop between GPUs, rows to l1_full one more, overlapping; then
 //          NVLink: 512 threads x 6 loads of 16 bytes in flight a CTA
-// Sync     meta and plan: packets that carry their tag; waits arrived of all ranks, l1_empty, l2_empty; signals arrived, l1_full
+// Sync     meta, plan: packets that carry their tag; waits arrived of all ranks, l1_empty, l2_empty; signals arrived, l1_full
 // Limits   num_ranks <= 72, any number of pairs; a token count beyond max_tokens poisons the layer
 #include "ep_ring.cuh"
 #include "ep_tokens.cuh"
@@ -43,24 +43,37 @@ struct Inputs {
     int num_tokens;
 };
 
-__device__ __forceinline__ uint32_t packed_expert(const Inputs& inputs, int pair) {
-    if (pair >= inputs.num_tokens * kTopk) return kNoExpert;
-    const int64_t id = ld_routing(inputs.gmem_topk_idx + pair / kTopk * inputs.idx_stride + pair % kTopk);
-    return uint64_t(id) < uint64_t(kExperts) ? uint32_t(id) : kNoExpert;
+// The ids of a packet, of the first `num_rows` tokens.
+__device__ __forceinline__ uint64_t load_ids(const Inputs& inputs, int packet, int num_rows) {
+    uint64_t ids = 0;
+#pragma unroll
+    for (int i = 0; i < kPacketPairs; ++i) {
+        const int pair = packet * kPacketPairs + i;
+        int64_t id = -1;
+        if (pair < num_rows * kTopk)
+            id = ld_routing(inputs.gmem_topk_idx + pair / kTopk * inputs.idx_stride + pair % kTopk);
+        ids |= uint64_t(uint64_t(id) < uint64_t(kExperts) ? uint32_t(id) : kNoExpert) << (16 * i);
+    }
+    return ids;
 }
 
-// Own routing to every rank, itself included. Packets are dealt out by warps over all CTAs.
-__device__ __forceinline__ void push_routing(const EpParams& params, uint64_t tag, const Inputs& inputs) {
-    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-    const uint64_t generation = tag >> 16;
-    const int packets = num_packets(inputs.num_tokens);
-    for (int j = (warp * gridDim.x + blockIdx.x) * kLanes + lane; j < packets; j += kThreads * gridDim.x) {
-        uint64_t ids = 0;
+// Packets of own routing are dealt out by warps over all CTAs.
+__device__ __forceinline__ int first_packet() {
+    return (threadIdx.x / kLanes * gridDim.x + blockIdx.x) * kLanes + threadIdx.x % kLanes;
+}
+
+// Own routing to every rank, itself included. `ids` are those of this thread's first packet, loaded before the number of
+// tokens was known.
+__device__ __forceinline__ void push_routing(const EpParams& params, uint64_t tag, const Inputs& inputs, uint64_t ids) {
+    const int pairs = inputs.num_tokens * kTopk, packets = num_packets(inputs.num_tokens);
+    for (int packet = first_packet(); packet < packets; packet += kThreads * gridDim.x) {
+        if (packet != first_packet()) ids = load_ids(inputs, packet, inputs.num_tokens);
 #pragma unroll
-        for (int i = 0; i < kPacketPairs; ++i) ids |= uint64_t(packed_expert(inputs, j * kPacketPairs + i)) << (16 * i);
+        for (int i = 0; i < kPacketPairs; ++i)
+            if (packet * kPacketPairs + i >= pairs) ids |= uint64_t(kNoExpert) << (16 * i);
         for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
-            uint8_t* gmem_meta = meta_of(params, peer_region(params, peer), params.peers.rank, generation);
-            st_relaxed_sys_b128(gmem_meta + j * kPacketBytes, make_ulonglong2(tag, ids));
+            uint8_t* gmem_meta = meta_of(params, peer_region(params, peer), params.peers.rank, tag >> 16);
+            st_relaxed_sys_b128(gmem_meta + packet * kPacketBytes, make_ulonglong2(tag, ids));
         }
     }
 }
@@ -130,7 +143,8 @@ __device__ __forceinline__ bool receive_packet(const EpParams& params, const EpS
 }
 
 // All ranks' routing: counts the pairs of each local expert.
-__device__ __forceinline__ bool receive_routing(const EpParams& params, const EpSync& sync, Reader& reader, Smem& smem) {
+__device__ __forceinline__ bool receive_routing(const EpParams& params, const EpSync& sync, Reader& reader,
+                                                Smem& smem) {
     const int lane = threadIdx.x % kLanes;
     const int num_ranks = params.peers.num_ranks, base = params.peers.rank * kLocalExperts;
     for (int rank = reader.rank; rank < num_ranks; rank += reader.rank_step) {
@@ -206,15 +220,18 @@ __device__ __forceinline__ void for_each_packet(const EpParams& params, uint64_t
         const int packets = num_packets(smem.num_tokens[rank]);
         for (int p = reader.packet; p < packets; p += reader.packet_step) {
             uint64_t ids = ~uint64_t(0);
-            if (rank == reader.rank && p == reader.packet) ids = reader.first_ids;
-            else if (p + lane < packets) ids = ld_relaxed_sys_b128(gmem_meta + (p + lane) * kPacketBytes).y;
+            if (rank == reader.rank && p == reader.packet)
+                ids = reader.first_ids;
+            else if (p + lane < packets)
+                ids = ld_relaxed_sys_b128(gmem_meta + (p + lane) * kPacketBytes).y;
             use(rank, (p + lane) * kPacketPairs, ids);
         }
     }
 }
 
 // The pairs of block smem.index of expert smem.expert: those whose rank among the expert's pairs is within the block.
-__device__ __forceinline__ void select_pairs(const EpParams& params, uint64_t generation, const Reader& reader, Smem& smem) {
+__device__ __forceinline__ void select_pairs(const EpParams& params, uint64_t generation, const Reader& reader,
+                                             Smem& smem) {
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     const int expert = params.peers.rank * kLocalExperts + smem.expert;
     const auto matches_of = [&](uint64_t ids) {
@@ -264,8 +281,10 @@ struct TailTask {
         return ld_routing(reinterpret_cast<const float*>(smem.row[n] + kCodeChunks * kChunkBytes) + index);
     }
     __device__ __forceinline__ void store(float* gmem_scale, Smem& smem, float value) const {
-        if (f < kScales) gmem_scale[f * kBlockM + n] = value;
-        else smem.weight[n] = value;
+        if (f < kScales)
+            gmem_scale[f * kBlockM + n] = value;
+        else
+            smem.weight[n] = value;
     }
 };
 
@@ -302,16 +321,23 @@ __device__ __forceinline__ bool pull_block(const EpParams& params, const EpSync&
     return fill.publish(params, sync, smem.pair_id, smem.weight);
 }
 
-// What may go wrong before anything is sent. A wrong count is told to the peers, and nothing else of the call runs.
-__device__ __forceinline__ bool admit(const EpParams& params, const EpSync& sync, const TokenCount& count, Inputs& inputs) {
+// Sends own routing, unless the layer is poisoned. A wrong count is told to the peers, and nothing else of the call runs.
+// The loads of ids are under way while the state and the count are.
+__device__ __forceinline__ bool announce(const EpParams& params, const EpSync& sync, const TokenCount& count,
+                                         Inputs& inputs) {
+    const uint64_t ids = load_ids(inputs, first_packet(), count.limit);
     if (__syncthreads_or(is_poisoned(sync))) return false;
-    if (blockIdx.x == 0 && threadIdx.x == kThreads - 1 && atomicExch(&params.gmem_state->busy, 1u) != 0)
-        report_failure(sync, kOverlap, kNoFlag, -1, 0, 1);
     inputs.num_tokens = count.is_refused() ? 0 : count.given;
-    push_routing(params, meta_tag(sync.generation, count.is_refused() ? kRefusedTokens : count.given), inputs);
+    push_routing(params, meta_tag(sync.generation, count.is_refused() ? kRefusedTokens : count.given), inputs, ids);
     if (count.is_refused() && threadIdx.x == 0)
         report_failure(sync, kTooManyTokens, kNoFlag, -1, count.limit, uint32_t(count.given));
     return !count.is_refused();
+}
+
+// Claims the workspace for this call. By a CTA other than the one that plans: the answer takes as long as a load.
+__device__ __forceinline__ void claim(const EpParams& params, const EpSync& sync) {
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0 && atomicExch(&params.gmem_state->busy, 1u) != 0)
+        report_failure(sync, kOverlap, kNoFlag, -1, 0, 1);
 }
 
 __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& sync, const TokenCount& token_count,
@@ -319,8 +345,9 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
     const uint64_t generation = sync.generation, block_base = params.gmem_state->block_base;
     for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) smem.pairs_of[e] = 0;
     if (threadIdx.x < kLanes) smem.warp_total[threadIdx.x] = 0;
-    if (!admit(params, sync, token_count, inputs)) return;
+    if (!announce(params, sync, token_count, inputs)) return;
     publish_rows(params, inputs, smem);
+    claim(params, sync);
 
     Reader reader(params.peers.num_ranks);
     const bool heard = receive_routing(params, sync, reader, smem);
@@ -353,9 +380,9 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
 }
 
 extern "C" __global__ void __launch_bounds__(kThreadsOf96Registers, 1)
-ep_dispatch(const __grid_constant__ EpParams params, const uint16_t* gmem_x, int64_t x_stride, const Index* gmem_topk_idx,
-            int64_t idx_stride, const float* gmem_topk_weights, int64_t weights_stride, const int32_t* gmem_num_tokens,
-            int32_t num_rows) {
+    ep_dispatch(const __grid_constant__ EpParams params, const uint16_t* gmem_x, int64_t x_stride,
+                const Index* gmem_topk_idx, int64_t idx_stride, const float* gmem_topk_weights, int64_t weights_stride,
+                const int32_t* gmem_num_tokens, int32_t num_rows) {
     __shared__ Smem smem;
     const EpSync sync = ep_sync(params, params.gmem_state->generation + 1);
     Inputs inputs{gmem_x, x_stride, gmem_topk_idx, idx_stride, gmem_topk_weights, weights_stride, 0};

@@ -11,8 +11,9 @@
 constexpr int kThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-ep_shared(const __grid_constant__ EpParams params, const uint16_t* gmem_x, int64_t x_stride, const int32_t* gmem_num_tokens,
-          int32_t num_rows, const float* gmem_shared_weights, int64_t shared_stride) {
+    ep_shared(const __grid_constant__ EpParams params, const uint16_t* gmem_x, int64_t x_stride,
+              const int32_t* gmem_num_tokens, int32_t num_rows, const float* gmem_shared_weights,
+              int64_t shared_stride) {
     pdl_launch_dependents();  // role1 needs nothing of this kernel
     __shared__ uint32_t smem_amax[kBlockM];
     __shared__ uint32_t smem_pair_id[kBlockM];
@@ -37,7 +38,8 @@ ep_shared(const __grid_constant__ EpParams params, const uint16_t* gmem_x, int64
         if (!fill.may_write(params, sync)) return;
         for (int n = threadIdx.x; n < count; n += kThreads) {
             const int64_t token = first + n;
-            smem_pair_id[n] = uint32_t((params.peers.rank * params.max_tokens + token) * kSlotsPerToken + kTopk + shared);
+            smem_pair_id[n] =
+                uint32_t((params.peers.rank * params.max_tokens + token) * kSlotsPerToken + kTopk + shared);
             smem_weight[n] =
                 gmem_shared_weights == nullptr ? 1.f : ld_routing(gmem_shared_weights + token * shared_stride + shared);
         }

@@ -95,7 +95,8 @@ template <int kThreads, class EmitPiece, class EmitScale>
 __device__ __forceinline__ void encode_tokens(const Tokens<kThreads>& tokens, uint32_t* smem_amax, EmitPiece emit_piece,
                                               EmitScale emit_scale) {
     const int piece = threadIdx.x % 8, count = tokens.count;
-    if constexpr (!kFp8) {  // one scale for the whole token: its largest magnitude first; the second pass reads x from L1
+    if constexpr (
+        !kFp8) {  // one scale for the whole token: its largest magnitude first; the second pass reads x from L1
         __syncthreads();
         for (int t = threadIdx.x; t < count; t += kThreads) smem_amax[t] = 0;
         __syncthreads();
@@ -108,8 +109,10 @@ __device__ __forceinline__ void encode_tokens(const Tokens<kThreads>& tokens, ui
     }
     tokens.for_each_unit([&](int i, int chunk, const TokenPiece& values) {
         QuantScale scale;
-        if constexpr (kFp8) scale = e4m3_scale(chunk_amax(values));
-        else scale = f16_scale(smem_amax[min(i, count - 1)]);
+        if constexpr (kFp8)
+            scale = e4m3_scale(chunk_amax(values));
+        else
+            scale = f16_scale(smem_amax[min(i, count - 1)]);
         if (i >= count) return;
         emit_piece(i, chunk, piece, encode_piece(values, scale.multiplier));
         if (kFp8 && piece == 0) emit_scale(i, chunk, scale.scale);

@@ -65,7 +65,8 @@ __device__ __noinline__ void report_failure(const EpSync& sync, EpCode code, EpF
 // (peer -1) last twice as long: those kernels wait for peers, and the report should name the peer that is missing. The clock
 // and the poison are looked at every kPollsPerCheck polls. What a true result orders is what try_once's load orders.
 template <class TryOnce>
-__device__ __forceinline__ bool wait_until(const EpSync& sync, EpFlag flag, int peer, uint64_t expected, TryOnce try_once) {
+__device__ __forceinline__ bool wait_until(const EpSync& sync, EpFlag flag, int peer, uint64_t expected,
+                                           TryOnce try_once) {
     constexpr int kPollsPerCheck = 32;
     uint64_t seen = 0;
     if (try_once(seen)) return true;

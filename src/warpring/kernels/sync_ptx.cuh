@@ -63,11 +63,13 @@ __device__ __forceinline__ ulonglong2 ld_relaxed_gpu_b128(const void* gmem) {
 
 // Relaxed stores of a packet, see ld_relaxed_*_b128. They publish nothing but themselves.
 __device__ __forceinline__ void st_relaxed_sys_b128(void* gmem, ulonglong2 v) {
-    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }" ::"l"(gmem), "l"(v.x), "l"(v.y)
+    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }" ::"l"(gmem), "l"(v.x),
+                 "l"(v.y)
                  : "memory");
 }
 __device__ __forceinline__ void st_relaxed_gpu_b128(void* gmem, ulonglong2 v) {
-    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(gmem), "l"(v.x), "l"(v.y)
+    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(gmem), "l"(v.x),
+                 "l"(v.y)
                  : "memory");
 }
 
