@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from warpring.activation import GELU_TANH, SILU, Activation, clipped_swiglu, gpt_oss_swiglu
     from warpring.decode import moe_decode, precompile
-    from warpring.errors import ArgumentError, CheckpointError, CompileError, UnsupportedError, WarpringError
+    from warpring.errors import (
+        ArgumentError,
+        CheckpointError,
+        CompileError,
+        PeerTimeoutError,
+        PoisonedError,
+        RanksDisagreeError,
+        UnsupportedError,
+        WarpringError,
+        WorkspaceBusyError,
+    )
     from warpring.experts import Experts
     from warpring.layout import PackedExperts, pack_experts, unpack_experts
     from warpring.reference import moe_exact
@@ -32,9 +42,13 @@ __all__ = [
     "CompileError",
     "Experts",
     "PackedExperts",
+    "PeerTimeoutError",
+    "PoisonedError",
+    "RanksDisagreeError",
     "Router",
     "UnsupportedError",
     "WarpringError",
+    "WorkspaceBusyError",
     "__version__",
     "clipped_swiglu",
     "gpt_oss_swiglu",
@@ -48,7 +62,17 @@ __all__ = [
 _HOMES = {
     "activation": ("GELU_TANH", "SILU", "Activation", "clipped_swiglu", "gpt_oss_swiglu"),
     "decode": ("moe_decode", "precompile"),
-    "errors": ("ArgumentError", "CheckpointError", "CompileError", "UnsupportedError", "WarpringError"),
+    "errors": (
+        "ArgumentError",
+        "CheckpointError",
+        "CompileError",
+        "PeerTimeoutError",
+        "PoisonedError",
+        "RanksDisagreeError",
+        "UnsupportedError",
+        "WarpringError",
+        "WorkspaceBusyError",
+    ),
     "experts": ("Experts",),
     "layout": ("PackedExperts", "pack_experts", "unpack_experts"),
     "reference": ("moe_exact",),
