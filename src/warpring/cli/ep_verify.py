@@ -99,8 +99,8 @@ def _verify(
         for case in cases(verifier.problem.max_tokens_per_rank):
             outcome = verifier.run(case, replays=replays, checked=min(args.checked, replays))
             results.append((case, worst_of_ranks(group, outcome)))
-    if verifier.rank == 0:
-        _print(console, verifier, model, results)
+        if verifier.rank == 0:
+            _print(console, verifier, model, results)
     return all(outcome.met(verifier.problem.activation) for _, outcome in results)
 
 
@@ -143,4 +143,6 @@ def _print(console: Any, verifier: Verifier, model: str, results: list[tuple[Cas
         f"ranks, top-{problem.topk}, {where}",
         highlight=False,
     )
+    for line in layer.memory.splitlines()[:1]:
+        console.print(f"workspace: {line}", highlight=False)
     console.print(table)
