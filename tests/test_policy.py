@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.setattr(policy, "DATA_DIR", tmp_path / "library")
     monkeypatch.setattr(policy, "tuned_dir", lambda: tmp_path / "tuned")
     monkeypatch.setattr(policy, "_gpu_name", lambda device: GPU_NAME)
-    limit.cache_clear()
+    policy.forget()
 
     def put(library: list[Crossover] | None = None, tuned: list[Crossover] | None = None) -> None:
         for folder, found in (("library", library), ("tuned", tuned)):
@@ -53,9 +53,11 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 
 @pytest.fixture(autouse=True)
-def forget() -> None:
+def _forget() -> Iterator[None]:
     """What one test looked up is nothing to the next."""
-    limit.cache_clear()
+    policy.forget()
+    yield
+    policy.forget()
 
 
 def warp_limit(**sizes: int) -> int:

@@ -129,11 +129,28 @@ def choose_path(layer: Layer, num_tokens: int, topk: int, *, packed: bool = Fals
         On a GPU "tile" (packed) or "warp", on a CPU "cores", up to the crossover; beyond it, and for packed weights on
         a CPU, "grouped".
     """
-    path = ("tile" if packed else "warp") if layer.device.type == "cuda" else "cores"
-    if packed and path == "cores":
+    device, threads = layer.device, 0
+    if device.type == "cuda":
+        path = "tile" if packed else "warp"
+    elif packed:
         return "grouped"
+    else:
+        path, threads = "cores", torch.get_num_threads()
     sizes = (layer.hidden, layer.intermediate, layer.num_experts, topk)
-    return path if num_tokens <= limit(device_name(layer.device), path, layer.format, *sizes).max_tokens else "grouped"
+    return path if num_tokens <= _max_tokens(device, threads, path, layer.format, *sizes) else "grouped"
+
+
+@lru_cache(maxsize=4096)
+def _max_tokens(device: torch.device, threads: int, path: str, format: str, *sizes: int) -> int:
+    """`limit` by what is at hand at every call, without a name made of it; a CPU's name holds torch's threads."""
+    hidden, intermediate, num_experts, topk = sizes
+    return limit(device_name(device), path, format, hidden, intermediate, num_experts, topk).max_tokens
+
+
+def forget() -> None:
+    """Look crossovers up anew from now on."""
+    limit.cache_clear()
+    _max_tokens.cache_clear()
 
 
 @lru_cache(maxsize=4096)
@@ -259,4 +276,4 @@ def write(path: Path, device: str, found: Iterable[Crossover]) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as handle:
         handle.write(text)
     os.replace(handle.name, path)
-    limit.cache_clear()
+    forget()

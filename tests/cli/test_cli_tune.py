@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,18 @@ import torch
 
 from warpring.bench import read_peak
 from warpring.cli import main
-from warpring.policy import device_name, file_of, limit, read
+from warpring.policy import device_name, file_of, forget, limit, read
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "tiny-qwen3-moe"
 
 
 @pytest.fixture(autouse=True)
-def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setitem(read_peak.READ_BYTES, "cpu", 1 << 20)
     monkeypatch.setattr("warpring.policy.tuned_dir", lambda: tmp_path)
-    limit.cache_clear()
-    return tmp_path
+    forget()
+    yield tmp_path
+    forget()
 
 
 def test_what_was_tuned_decides_from_then_on(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
