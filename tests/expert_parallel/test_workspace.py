@@ -122,13 +122,26 @@ def test_report_names_every_region_and_the_totals() -> None:
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-def test_slots_suffice_for_the_order_of_tasks_and_fewer_are_refused(problem: Problem) -> None:
-    schedule = plan_schedule(problem, 16, 116)
-    assert schedule.lag == -(-116 // problem.num_neuron_tasks) + 1
-    assert schedule.num_slots >= schedule.lag + 2
-    assert plan_schedule(problem, 16, 116, schedule.lag + 2).num_slots == schedule.lag + 2
-    with pytest.raises(ArgumentError, match=rf"num_slots must be at least lag \+ 2 = {schedule.lag + 2}"):
-        plan_schedule(problem, 16, 116, schedule.lag + 1)
+@pytest.mark.parametrize("compute_ctas", [2, 32, 116, 132])
+def test_slots_suffice_for_the_order_of_tasks_and_fewer_are_refused(problem: Problem, compute_ctas: int) -> None:
+    least_lag = -(-compute_ctas // problem.num_neuron_tasks) + 1
+    for wanted in (None, least_lag + 2, least_lag + 5, 64):
+        if wanted is None or wanted >= least_lag + 2:
+            schedule = plan_schedule(problem, 16, compute_ctas, wanted)
+            assert wanted in (None, schedule.num_slots)
+            assert least_lag <= schedule.lag <= max(least_lag, 16)
+            assert schedule.num_slots >= schedule.lag + 2
+    assert plan_schedule(problem, 16, compute_ctas, least_lag + 2).lag == least_lag
+    with pytest.raises(ArgumentError, match=f"num_slots must be at least {least_lag + 2} with"):
+        plan_schedule(problem, 16, compute_ctas, least_lag + 1)
+
+
+def test_the_lag_is_half_of_a_ring_that_leaves_role1_room() -> None:
+    # 32 and 32 tasks a block: 116 CTAs take up 2 blocks at once.
+    assert plan_schedule(FLASH, 16, 116).lag == 16
+    assert plan_schedule(FLASH, 16, 116, 12).lag == 6
+    assert plan_schedule(FLASH, 16, 116, 9).lag == 5
+    assert plan_schedule(FLASH, 132, 132, sequence=True).lag == 16
 
 
 def test_a_sequence_needs_a_slot_for_every_block() -> None:

@@ -128,20 +128,24 @@ def plan_schedule(
         sequence: whether role1 ends before role2 begins, so that it can wait for no slot to become free.
 
     Raises:
-        ArgumentError: fewer slots than `lag + 2`: the earliest unfinished task could then wait for a later one; or in a
-            sequence, fewer than a call's blocks.
+        ArgumentError: fewer slots than the least lag and two: the earliest unfinished task could then wait for a later
+            one; or in a sequence, fewer than a call's blocks.
     """
-    lag = ceil_div(compute_ctas, problem.num_neuron_tasks) + 1
-    least = max(lag + 2, problem.max_blocks if sequence else 0)
+    least_lag = ceil_div(compute_ctas, problem.num_neuron_tasks) + 1
+    least = max(least_lag + 2, problem.max_blocks if sequence else 0)
     if num_slots is None:
         num_slots = max(least, min(DEFAULT_SLOTS, problem.max_blocks))
     if num_slots < least:
         blocks = f" and max_blocks = {problem.max_blocks}, as the roles follow each other" if sequence else ""
         raise ArgumentError(
-            f"plan_schedule: num_slots must be at least lag + 2 = {lag + 2} with {compute_ctas} compute CTAs and "
+            f"plan_schedule: num_slots must be at least {least_lag + 2} with {compute_ctas} compute CTAs and "
             f"{problem.num_neuron_tasks} tasks a block{blocks}; got {num_slots}. Leave it out for a number that fits."
         )
-    return Schedule(comm_ctas, compute_ctas, lag, num_slots)
+    # Half of the ring, so that the first GEMMs of a small batch all come before its second ones and the tail is short;
+    # but role1 must be able to fill the blocks that all CTAs take up at once.
+    ahead = ceil_div(compute_ctas, problem.num_neuron_tasks + problem.num_output_tasks) + 3
+    lag = min(min(num_slots, DEFAULT_SLOTS) // 2, num_slots - ahead)
+    return Schedule(comm_ctas, compute_ctas, max(least_lag, lag), num_slots)
 
 
 @dataclass(frozen=True)
