@@ -157,8 +157,8 @@ _F32, _I32 = 0, 26
 _GGML_TYPES = {"bf16": (30, 2 * BLOCK), "q8_0": (8, BLOCK + 2), "mxfp4": (39, BLOCK // 2 + 1)}
 
 
-def _ggml() -> Any:
-    """ggml's functions, those of pointers and sizes declared."""
+def _ggml() -> tuple[Any, Any]:
+    """ggml's library, its functions declared, and the function that computes a graph."""
     found = importlib.util.find_spec("llama_cpp")
     if found is None or found.origin is None:
         raise ImportError("No module named 'llama_cpp'")
@@ -184,12 +184,11 @@ def _ggml() -> Any:
         function.argtypes, function.restype = arguments, pointer
     cpu.ggml_graph_compute_with_ctx.argtypes = (pointer, pointer, ctypes.c_int)
     cpu.ggml_cpu_init()
-    base.compute = cpu.ggml_graph_compute_with_ctx
-    return base
+    return base, cpu.ggml_graph_compute_with_ctx
 
 
 def _llama_cpp(layers: dict[str, Experts], topk: int, *, kind: str) -> Layer:
-    ggml = _ggml()
+    ggml, compute = _ggml()
     experts = layers["mxfp4" if kind == "mxfp4" else "bf16"]
     hidden, intermediate, count = experts.hidden, experts.intermediate, experts.num_experts
     number, block_bytes = _GGML_TYPES[kind]
@@ -228,7 +227,7 @@ def _llama_cpp(layers: dict[str, Experts], topk: int, *, kind: str) -> Layer:
         def run(activations: torch.Tensor, idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
             for tensor, content in ((x, activations.float()), (ids, idx.int()), (weights, topk_weights)):
                 ctypes.memmove(ggml.ggml_get_data(tensor), content.data_ptr(), 4 * content.numel())
-            ggml.compute(here, graph, torch.get_num_threads())
+            compute(here, graph, torch.get_num_threads())
             out = torch.empty(num_tokens, hidden, dtype=torch.float32, device=kept[0].device)
             ctypes.memmove(out.data_ptr(), ggml.ggml_get_data(y), 4 * out.numel())
             return out

@@ -38,16 +38,13 @@ RECORDS = [
 
 def test_layer_shows_the_newest_record_and_its_factor_over_the_fastest_torch_form() -> None:
     lines = cores_layer("qwen3-30b-a3b")(RECORDS).splitlines()
-    assert lines[2] == "| mxfp8 | 1000 (4.00 x) | - | 3000 | - | - | 75 % |"
-    assert lines[3].startswith("| torch_eager | 5000 (0.80 x) |")
-    assert lines[4].startswith("| torch_grouped_mm | 4000 (1.00 x) |")
-    assert lines[5].startswith("| llama.cpp_q8_0 | 2000 (2.00 x) |")
-    assert "Measured on Some CPU (2 cores);" in lines[7]
-    assert len(lines) == 8
-
-
-def test_layer_without_records_has_no_rows() -> None:
-    assert len(cores_layer("qwen3-30b-a3b")([]).splitlines()) == 2
+    assert lines[5] == "| mxfp8 | 1000 (4.00 x) | - | 3000 | - | - | 75 % |"
+    assert lines[6] == "| mxfp4 | - | - | - | - | - | not measured |"
+    assert lines[8].startswith("| torch_eager | 5000 (0.80 x) |")
+    assert lines[9].startswith("| torch_grouped_mm | 4000 (1.00 x) |")
+    assert lines[10].startswith("| llama.cpp_q8_0 | 2000 (2.00 x) |")
+    assert "Measured on Some CPU (2 cores);" in lines[12]
+    assert len(lines) == 13
 
 
 def test_end_to_end_is_sorted_and_compared_with_transformers() -> None:

@@ -30,8 +30,7 @@ def cores_layer(model: str) -> Callable[[Sequence[Record]], str]:
         decode = [rec for rec in decode if rec.get("path") == "cores" or rec["impl"].startswith((*TORCH_FORMS, *PEERS))]
         points = newest(on_latest_cpu(decode), ("format", "num_tokens", "impl", "path"))
         found = {(_form(rec), rec["num_tokens"]): rec for rec in points}
-        forms = [name for name in FORMATS if (name, 1) in found]
-        forms += sorted({_form(rec) for rec in points} - set(FORMATS), key=_place)
+        forms = [*FORMATS, *sorted({_form(rec) for rec in points} - set(FORMATS), key=_place)]
         rows: list[list[str]] = []
         for form in forms:
             first = found.get((form, 1))
@@ -72,6 +71,7 @@ def cores_end_to_end(records: Sequence[Record]) -> str:
         ]
         for rec in sorted(points, key=lambda rec: rec["tokens_per_s"])
     ]
+    rows = rows or [["transformers", NOT_MEASURED, DASH]]
     return markdown(("experts", "tokens a second", "against transformers' default"), rows) + provenance(points)
 
 

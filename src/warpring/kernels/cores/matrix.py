@@ -139,4 +139,5 @@ class Pass:
 
 
 def products_slot(code: Code, dots: Dots) -> Val:
+    """Stack for the products of one call of `dot`."""
     return code.slot(F32, dots.rows * max(dots.passes))
