@@ -1,10 +1,10 @@
-// feed_ring.cu   role1's half of the ring for tests of role2: blocks prepared by the host go into slots as these become free.
-// The last num_blocks - num_fed of them never come.
+// feed_ring.cu   role1's half of the ring for tests of role2: blocks prepared by the host go into slots as these become
+// free. The last num_blocks - num_fed of them never come.
 #include "ep_common.cuh"
 
 extern "C" __global__ void feed_ring(const EpParams params, const int32_t* gmem_blocks, const uint8_t* gmem_infos,
-                                     const uint8_t* gmem_images, const float* gmem_scales, int32_t num_blocks, int32_t num_fed,
-                                     int32_t plan_first) {
+                                     const uint8_t* gmem_images, const float* gmem_scales, int32_t num_blocks,
+                                     int32_t num_fed, int32_t plan_first) {
     const EpSync sync = ep_sync(params, params.gmem_state->generation + 1);
     const auto plan = [&](int b) {
         if (threadIdx.x == 0) write_plan_entry(params, sync.generation, b, gmem_blocks[2 * b], gmem_blocks[2 * b + 1]);
@@ -15,8 +15,10 @@ extern "C" __global__ void feed_ring(const EpParams params, const int32_t* gmem_
         if (!plan_first) plan(b);
         const RingPlace place = ring_place(params, params.gmem_state->block_base, b);
         if (threadIdx.x == 0) {
-            if (!wait_at_least_gpu(sync, kL1Empty, params.gmem_l1_empty + place.slot, place.use * kNeuronTasks)) __trap();
-            if (!wait_at_least_gpu(sync, kL2Empty, params.gmem_l2_empty + place.slot, place.use * kOutputTasks)) __trap();
+            if (!wait_at_least_gpu(sync, kL1Empty, params.gmem_l1_empty + place.slot, place.use * kNeuronTasks))
+                __trap();
+            if (!wait_at_least_gpu(sync, kL2Empty, params.gmem_l2_empty + place.slot, place.use * kOutputTasks))
+                __trap();
         }
         __syncthreads();
         const auto copy = [&](void* gmem_to, const void* gmem_from, int64_t bytes) {

@@ -18,7 +18,7 @@ constexpr int kConsumerWarps = 8, kConsumers = kConsumerWarps * kLanes;
 constexpr int kThreads = kConsumers + 128;  // one warpgroup of producers
 // Registers a thread: the launch gives all of them 168, the producers' spare ones go to the consumers.
 constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
-constexpr int kConsumerBarrier = 1;         // the named barrier of the consumers; 0 is __syncthreads
+constexpr int kConsumerBarrier = 1;  // the named barrier of the consumers; 0 is __syncthreads
 
 constexpr int kChunkColumns = 128;
 constexpr int kHiddenChunks = kHiddenPadded / kChunkColumns;
@@ -34,8 +34,8 @@ __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 constexpr int kStages = WARPRING_STAGES;
 constexpr int kTasks = 8;  // of the queue
-// A stage: a chunk of weights; the same columns of the block's tokens as a B image; scales of one or two groups of columns;
-// with the last chunk of a task the block's info.
+// A stage: a chunk of weights; the same columns of the block's tokens as a B image; scales of one or two groups of
+// columns; with the last chunk of a task the block's info.
 constexpr int kImageAt = round_up(larger(kWeightChunkBytes<Routed>, kWeightChunkBytes<Shared>), 128);
 constexpr int kScalesAt = kImageAt + kBlockM * kChunkColumns * kElementBytes;
 constexpr int kInfoAt = kScalesAt + 2 * kBlockM * 4;
@@ -55,8 +55,8 @@ struct Task {
 };
 enum TaskKind : int32_t { kNoTask = 0, kFirstGemm = 1, kSecondGemm = 2 };
 
-// Byte offsets in a CTA's shared memory: the LUT (at 0: an entry's address is its offset), the stages, the queue, the barriers
-// of both (full, then empty), the rest.
+// Byte offsets in a CTA's shared memory: the LUT (at 0: an entry's address is its offset), the stages, the queue, the
+// barriers of both (full, then empty), the rest.
 constexpr uint32_t kStagesAt = kLutBytes;
 constexpr uint32_t kTasksAt = kStagesAt + kStages * kStageBytes;
 constexpr uint32_t kStageBarriersAt = kTasksAt + kTasks * sizeof(Task);
@@ -80,9 +80,9 @@ __device__ __forceinline__ T& smem_object(uint32_t address) {
     return *reinterpret_cast<T*>(smem_start() + (address - smem_address(smem_start())));
 }
 
-// Where a role stands in a ring: addresses in shared memory, so that a step costs few instructions. `parity` is that of the
-// phase in which the stage is filled. Waits inside a CTA end because every producer's own waits are bounded: after a failure
-// they complete all stages empty.
+// Where a role stands in a ring: addresses in shared memory, so that a step costs few instructions. `parity` is that of
+// the phase in which the stage is filled. Waits inside a CTA end because every producer's own waits are bounded: after
+// a failure they complete all stages empty.
 template <int stages, uint32_t bytes, uint32_t first, uint32_t full>
 struct Ring {
     static constexpr uint32_t kToEmpty = 8 * stages;
@@ -116,13 +116,16 @@ using StageRing = Ring<kStages, kStageBytes, kStagesAt, kStageBarriersAt>;
 using TaskRing = Ring<kTasks, sizeof(Task), kTasksAt, kTaskBarriersAt>;
 
 // Whether a wait of this CTA has failed before the stage that this thread has waited for was filled.
-__device__ __forceinline__ bool has_failed(const Smem& smem) { return *const_cast<const volatile int32_t*>(&smem.failed) != 0; }
+__device__ __forceinline__ bool has_failed(const Smem& smem) {
+    return *const_cast<const volatile int32_t*>(&smem.failed) != 0;
+}
 __device__ __forceinline__ void set_failed(Smem& smem) { *const_cast<volatile int32_t*>(&smem.failed) = 1; }
 
 // ---- the order of tasks --------------------------------------------------------------------------------------------
 
-// Task i of the list: for b = 0, 1, ...: the first GEMM of block b, then the second of block b - lag; the remaining second
-// GEMMs at the end. While the number of blocks is not known (-1) it is taken as unlimited: right as long as `needs` exists.
+// Task i of the list: for b = 0, 1, ...: the first GEMM of block b, then the second of block b - lag; the remaining
+// second GEMMs at the end. While the number of blocks is not known (-1) it is taken as unlimited: right as long as
+// `needs` exists.
 struct ListItem {
     int32_t kind, block, tile;
     int32_t needs;  // the block whose existence makes this right

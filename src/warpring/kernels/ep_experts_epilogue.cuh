@@ -1,7 +1,8 @@
-// ep_experts_epilogue.cuh   What follows the sums of a task of role2: activation and requantisation, or partial results.
+// ep_experts_epilogue.cuh   What follows the sums of a task of role2: activation and requantisation, or partial
+// results.
 //
-// Both are the same for every width N and any other tokens in the block: a token is a column. Columns behind the block's count
-// hold old bytes; nothing of theirs is looked at.
+// Both are the same for every width N and any other tokens in the block: a token is a column. Columns behind the
+// block's count hold old bytes; nothing of theirs is looked at.
 #pragma once
 #include "activation.cuh"
 #include "ep_experts_common.cuh"
@@ -9,8 +10,10 @@
 
 struct Place {
     int warp, lane, thread;  // of the consumers
-    __device__ __forceinline__ int row() const { return warp * 16 + lane / 4; }    // of the task; row + 8 is the other one
-    __device__ __forceinline__ int column() const { return 2 * (lane % 4); }       // of 8; column + 1 is the other one
+    __device__ __forceinline__ int row() const {
+        return warp * 16 + lane / 4;
+    }                                                                         // of the task; row + 8 is the other one
+    __device__ __forceinline__ int column() const { return 2 * (lane % 4); }  // of 8; column + 1 is the other one
     __device__ __forceinline__ int neuron() const { return warp * 8 + lane / 4; }  // of a task of the first GEMM
 };
 
@@ -21,11 +24,12 @@ __device__ __forceinline__ float bias_of(const float* gmem_bias, int64_t offset,
     return gmem_bias != nullptr && exists ? __ldg(gmem_bias + offset) : 0.f;
 }
 
-// First GEMM: sums -> act(gate, up), times the routing weight where the activations are E4M3; then one scale a token over the
-// task's 64 neurons; codes as a chunk of the B image, to ring_act.
+// First GEMM: sums -> act(gate, up), times the routing weight where the activations are E4M3; then one scale a token
+// over the task's 64 neurons; codes as a chunk of the B image, to ring_act.
 template <int N>
-__device__ __forceinline__ void finish_first(const EpParams& params, const EpWeights& weights, Smem& smem, const Task& task,
-                                             const RingInfo& info, const Place& at, const float (&sum)[N / 2]) {
+__device__ __forceinline__ void finish_first(const EpParams& params, const EpWeights& weights, Smem& smem,
+                                             const Task& task, const RingInfo& info, const Place& at,
+                                             const float (&sum)[N / 2]) {
     const bool shared = task.expert >= kLocalExperts;
     const float* gmem_bias = shared ? weights.gmem_shared_w13_bias : weights.gmem_w13_bias;
     const int neuron = task.tile * 64 + at.neuron();
@@ -53,7 +57,8 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
         const int n = i / 2 * 8 + at.column() + i % 2;
-        const uint4 low = ld_shared_128(smem_address(&smem.amax[n][0])), high = ld_shared_128(smem_address(&smem.amax[n][4]));
+        const uint4 low = ld_shared_128(smem_address(&smem.amax[n][0])),
+                    high = ld_shared_128(smem_address(&smem.amax[n][4]));
         const uint32_t amax =
             max(max(max(low.x, low.y), max(low.z, low.w)), max(max(high.x, high.y), max(high.z, high.w)));
         uint8_t* code = smem.turn + image_offset(N, byte / 16, n) + byte % 16;
@@ -73,6 +78,7 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
     uint8_t* gmem_chunk = params.gmem_ring_act + task.slot * kRingActSlotBytes + task.tile * kBytes;
     for (int o = at.thread * 16; o < kBytes && publish; o += kConsumers * 16)
         *reinterpret_cast<uint4*>(gmem_chunk + o) = ld_shared_128(smem_address(smem.turn + o));
+    fence_proxy_async();  // the second GEMM reads codes and scales by bulk copies
     consumers_sync();
     if (at.thread == 0 && publish) {
         const RingPlace place{task.slot, task.use};
@@ -85,14 +91,16 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
 __device__ __forceinline__ uint8_t* partial_row(const EpParams& params, uint32_t pair_id) {
     const uint32_t pairs = params.max_tokens * kSlotsPerToken;
     const uint32_t owner = pair_id / pairs;
-    return peer_region(params, owner) + params.partials_offset + int64_t(pair_id - owner * pairs) * kHidden * kPartialBytes;
+    return peer_region(params, owner) + params.partials_offset +
+           int64_t(pair_id - owner * pairs) * kHidden * kPartialBytes;
 }
 
-// Second GEMM: sums + bias, times the routing weight where that has not been done, to the owners of the tokens: BF16 where
-// activations are E4M3, else FP32. Turned round in shared memory, so that a token's 128 values leave as one run.
+// Second GEMM: sums + bias, times the routing weight where that has not been done, to the owners of the tokens: BF16
+// where activations are E4M3, else FP32. Turned round in shared memory, so that a token's 128 values leave as one run.
 template <int N>
-__device__ __forceinline__ void finish_second(const EpParams& params, const EpWeights& weights, Smem& smem, const Task& task,
-                                              const RingInfo& info, const Place& at, const float (&sum)[N / 2]) {
+__device__ __forceinline__ void finish_second(const EpParams& params, const EpWeights& weights, Smem& smem,
+                                              const Task& task, const RingInfo& info, const Place& at,
+                                              const float (&sum)[N / 2]) {
     constexpr int kTurned = N < kTurnTokens ? N : kTurnTokens;
     constexpr int kPieces = 128 * kPartialBytes / 16;  // of 16 bytes, of one token
     const bool shared = task.expert >= kLocalExperts;

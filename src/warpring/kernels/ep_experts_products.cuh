@@ -1,8 +1,8 @@
 // ep_experts_products.cuh   128 rows of weights times up to 64 tokens: what the consumer warpgroups do with the stages.
 //
-// Sums are formed on the tensor cores over a group of columns that share a token's scale (128 or 64), then multiplied by the
-// row's and the token's scale and added in FP32. Two groups alternate: the registers of one are decoded while the products of
-// the other run. The order of additions depends on nothing but the sizes of the layer.
+// Sums are formed on the tensor cores over a group of columns that share a token's scale (128 or 64), then multiplied
+// by the row's and the token's scale and added in FP32. Two groups alternate: the registers of one are decoded while
+// the products of the other run. The order of additions depends on nothing but the sizes of the layer.
 #pragma once
 #include "ep_experts_common.cuh"
 
@@ -42,7 +42,8 @@ struct Products {
         if (kPlace == 0) me.ring.wait_full();
         stage[b] = {me.ring.stage(), me.ring.barrier()};
         rows[b] = Format::scales(stage[b].address, me.warp, me.lane);
-        Format::template decode<kSteps>(stage[b].address, smem_start(), rows[b], kPlace * kSteps, me.warp, me.lane, a[b]);
+        Format::template decode<kSteps>(stage[b].address, smem_start(), rows[b], kPlace * kSteps, me.warp, me.lane,
+                                        a[b]);
         const uint64_t image = b_descriptor(stage[b].address + kImageAt, N);
         warpgroup_arrive();
 #pragma unroll
@@ -51,10 +52,10 @@ struct Products {
         if (kPlace == kGroupsOfChunk - 1 || last) me.ring.advance();
     }
 
-    // 32 columns, step `step` of the chunk: one product of E4M3, or two of FP16. A product reads 32 bytes of every token,
-    // 2 N units of 16 bytes.
-    static __device__ __forceinline__ void multiply(float (&d)[N / 2], const uint32_t (&a)[kStepRegisters], uint64_t image,
-                                                    int step, int adds) {
+    // 32 columns, step `step` of the chunk: one product of E4M3, or two of FP16. A product reads 32 bytes of every
+    // token, 2 N units of 16 bytes.
+    static __device__ __forceinline__ void multiply(float (&d)[N / 2], const uint32_t (&a)[kStepRegisters],
+                                                    uint64_t image, int step, int adds) {
         if constexpr (kFp8) {
             wgmma_e4m3<N>(d, a[0], a[1], a[2], a[3], image + step * 2 * N, adds);
         } else {
@@ -75,7 +76,8 @@ struct Products {
             const float x[2] = {__uint_as_float(bits.x), __uint_as_float(bits.y)};
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                sum[4 * j + i] = fmaf(part[b][4 * j + i], (i < 2 ? rows[b].low : rows[b].high) * x[i % 2], sum[4 * j + i]);
+                sum[4 * j + i] =
+                    fmaf(part[b][4 * j + i], (i < 2 ? rows[b].low : rows[b].high) * x[i % 2], sum[4 * j + i]);
         }
         if (kPlace == kGroupsOfChunk - 1 && !last) {
             __syncwarp();
@@ -83,8 +85,9 @@ struct Products {
         }
     }
 
-    // `count` groups, one behind the other: while one is on the tensor cores the next is decoded. At the end none is: products
-    // in flight over the end of a loop are beyond what the compiler follows, it would run all of them one at a time.
+    // `count` groups, one behind the other: while one is on the tensor cores the next is decoded. At the end none is:
+    // products in flight over the end of a loop are beyond what the compiler follows, it would run all of them one at a
+    // time.
     template <int count, int done = 0>
     __device__ __forceinline__ void run_some(bool last) {
         start<done % 2>(last && done == count - 1);

@@ -1,7 +1,7 @@
 // ep_weights.cuh   One policy a weight format: from a packed chunk in shared memory to A registers and scales.
 //
-// A chunk is 128 rows x 128 columns of one expert's matrix, packed by expert_parallel/packing.py: 8 warps own 16 rows each,
-// lane l = 4 g + q of a warp rows g and g + 8. Codes come first, scales behind them. A policy has
+// A chunk is 128 rows x 128 columns of one expert's matrix, packed by expert_parallel/packing.py: 8 warps own 16 rows
+// each, lane l = 4 g + q of a warp rows g and g + 8. Codes come first, scales behind them. A policy has
 //   kCodeBytes, kScaleBytes   of a chunk
 //   scales(smem, warp, lane)  what multiplies the sums of rows g and g + 8 over this chunk, and whatever decode() needs
 //   decode<steps>(...)        A registers of `steps` times 32 columns
@@ -35,7 +35,7 @@ constexpr int kLutExponent = kFp8 ? 7 : 13;  // entry i stands for 2^(i - kLutEx
 
 // Scales of one chunk for this lane's two rows.
 struct RowScales {
-    float low, high;          // rows g and g + 8
+    float low, high;                   // rows g and g + 8
     uint32_t low_shifts, high_shifts;  // LUT entries of the four blocks of 32 columns, 4 bits each
 };
 
@@ -69,8 +69,8 @@ __device__ __forceinline__ void e4m3_operands(uint4 codes, uint32_t (&a)[kStepRe
 struct EpE4m3Codes {
     static constexpr int kCodeBytes = 128 * 128;
     template <int steps>
-    static __device__ __forceinline__ void decode(uint32_t smem, const uint8_t*, const RowScales&, int first_step, int warp, int lane,
-                                                  uint32_t (&a)[steps][kStepRegisters]) {
+    static __device__ __forceinline__ void decode(uint32_t smem, const uint8_t*, const RowScales&, int first_step,
+                                                  int warp, int lane, uint32_t (&a)[steps][kStepRegisters]) {
 #pragma unroll
         for (int s = 0; s < steps; ++s)
             e4m3_operands(ld_shared_128(smem + warp * 2048 + (first_step + s) * 512 + lane * 16), a[s]);
@@ -95,8 +95,8 @@ struct EpFp8Channel : EpE4m3Codes {
     }
 };
 
-// E2M1 with a power of two a row and window of 128 columns, and a LUT entry a block of 32 of them. A word a row: the entries
-// in the low half, the power of two as BF16 in the high one.
+// E2M1 with a power of two a row and window of 128 columns, and a LUT entry a block of 32 of them. A word a row: the
+// entries in the low half, the power of two as BF16 in the high one.
 struct EpMxfp4 {
     static constexpr int kCodeBytes = 128 * 128 / 2, kScaleBytes = 512;
 
@@ -105,21 +105,23 @@ struct EpMxfp4 {
         return {__uint_as_float(pair.x & 0xffff0000u), __uint_as_float(pair.y & 0xffff0000u), pair.x, pair.y};
     }
 
-    // 8 codes of a row: the magnitudes of the first four in nibbles 0 - 3, of the others in nibbles 4 - 7, all as selectors of
-    // bytes of the LUT; the signs in the nibbles' high bits, of the first four where the bytes want them, of the others four
-    // bits lower.
+    // 8 codes of a row: the magnitudes of the first four in nibbles 0 - 3, of the others in nibbles 4 - 7, all as
+    // selectors of bytes of the LUT; the signs in the nibbles' high bits, of the first four where the bytes want them,
+    // of the others four bits lower.
     static __device__ __forceinline__ void bytes(uint32_t word, uint2 lut, uint32_t& first, uint32_t& second) {
         const uint32_t magnitudes = word & 0x77777777u;
         first = pick_bytes(lut.x, lut.y, magnitudes) | (word & 0x80808080u);
         second = pick_bytes(lut.x, lut.y, magnitudes >> 16) | ((word << 4) & 0x80808080u);
     }
     static __device__ __forceinline__ uint2 lut_entry(const uint8_t* smem_lut, uint32_t shifts, int step) {
-        return *reinterpret_cast<const uint2*>(smem_lut + ((step == 0 ? shifts << 3 : shifts >> (4 * step - 3)) & 0x78u));
+        return *reinterpret_cast<const uint2*>(smem_lut +
+                                               ((step == 0 ? shifts << 3 : shifts >> (4 * step - 3)) & 0x78u));
     }
 
     template <int steps>
-    static __device__ __forceinline__ void decode(uint32_t smem, const uint8_t* smem_lut, const RowScales& rows, int first_step,
-                                                  int warp, int lane, uint32_t (&a)[steps][kStepRegisters]) {
+    static __device__ __forceinline__ void decode(uint32_t smem, const uint8_t* smem_lut, const RowScales& rows,
+                                                  int first_step, int warp, int lane,
+                                                  uint32_t (&a)[steps][kStepRegisters]) {
         static_assert(steps % 2 == 0, "16 bytes of a lane are two steps");
 #pragma unroll
         for (int s = 0; s < steps; s += 2) {
@@ -130,14 +132,15 @@ struct EpMxfp4 {
                 uint32_t low[2], high[2];
                 bytes(half ? codes.z : codes.x, lut_entry(smem_lut, rows.low_shifts, step), low[0], low[1]);
                 bytes(half ? codes.w : codes.y, lut_entry(smem_lut, rows.high_shifts, step), high[0], high[1]);
-                uint32_t(&out)[kStepRegisters] = a[s + half];
+                uint32_t (&out)[kStepRegisters] = a[s + half];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     if constexpr (kFp8) {
                         out[2 * i] = low[i], out[2 * i + 1] = high[i];
                     } else {  // bytes 0, 1 and 2, 3 become the high bytes of two FP16 values
                         out[4 * i] = __byte_perm(low[i], 0, 0x1404), out[4 * i + 1] = __byte_perm(high[i], 0, 0x1404);
-                        out[4 * i + 2] = __byte_perm(low[i], 0, 0x3424), out[4 * i + 3] = __byte_perm(high[i], 0, 0x3424);
+                        out[4 * i + 2] = __byte_perm(low[i], 0, 0x3424),
+                                    out[4 * i + 3] = __byte_perm(high[i], 0, 0x3424);
                     }
                 }
             }

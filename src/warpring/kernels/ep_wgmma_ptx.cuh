@@ -1,8 +1,9 @@
-// ep_wgmma_ptx.cuh   Warpgroup matrix products of sm_90a, A in registers and B in shared memory, and what goes with them.
+// ep_wgmma_ptx.cuh   Warpgroup matrix products of sm_90a, A in registers and B in shared memory, and what goes with
+// them.
 //
-// A product is asynchronous: between warpgroup_commit() and the warpgroup_wait() that covers it, neither its sums nor its A
-// registers may be read or written. warpgroup_arrive() comes before the first product that follows a change of either. hold()
-// keeps the compiler from using sums before the wait that stands in the source.
+// A product is asynchronous: between warpgroup_commit() and the warpgroup_wait() that covers it, neither its sums nor
+// its A registers may be read or written. warpgroup_arrive() comes before the first product that follows a change of
+// either. hold() keeps the compiler from using sums before the wait that stands in the source.
 #pragma once
 #include "ptx.cuh"
 
@@ -17,68 +18,76 @@
 #define WARPRING_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 
 template <int N>
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc,
-                                           int scale_d) {
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                           uint64_t b_desc, int scale_d) {
     static_assert(N == 8 || N == 16 || N == 32 || N == 64, "columns of one product");
     if constexpr (N == 8) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
-                     "{%0, %1, %2, %3}, "
-                     "{%4, %5, %6, %7}, %8, p, 1, 1; }"
-                     : WARPRING_SUMS4(0)
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3}, "
+            "{%4, %5, %6, %7}, %8, p, 1, 1; }"
+            : WARPRING_SUMS4(0)
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
     } else if constexpr (N == 16) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-                     "{%8, %9, %10, %11}, %12, p, 1, 1; }"
-                     : WARPRING_SUMS4(0), WARPRING_SUMS4(4)
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+            "{%8, %9, %10, %11}, %12, p, 1, 1; }"
+            : WARPRING_SUMS4(0), WARPRING_SUMS4(4)
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
     } else if constexpr (N == 32) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                     "{%16, %17, %18, %19}, %20, p, 1, 1; }"
-                     : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12)
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+            "{%16, %17, %18, %19}, %20, p, 1, 1; }"
+            : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12)
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
     } else {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-                     " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                     "{%32, %33, %34, %35}, %36, p, 1, 1; }"
-                     : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12),
-                       WARPRING_SUMS4(16), WARPRING_SUMS4(20), WARPRING_SUMS4(24), WARPRING_SUMS4(28)
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+            "{%32, %33, %34, %35}, %36, p, 1, 1; }"
+            : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12), WARPRING_SUMS4(16),
+              WARPRING_SUMS4(20), WARPRING_SUMS4(24), WARPRING_SUMS4(28)
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
     }
 }
 
 template <int N>
-__device__ __forceinline__ void wgmma_f16(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b_desc,
-                                           int scale_d) {
+__device__ __forceinline__ void wgmma_f16(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                          uint64_t b_desc, int scale_d) {
     static_assert(N == 8 || N == 16 || N == 32 || N == 64, "columns of one product");
     if constexpr (N == 8) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-                     "{%0, %1, %2, %3}, "
-                     "{%4, %5, %6, %7}, %8, p, 1, 1, 0; }"
-                     : WARPRING_SUMS4(0)
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+            "{%0, %1, %2, %3}, "
+            "{%4, %5, %6, %7}, %8, p, 1, 1, 0; }"
+            : WARPRING_SUMS4(0)
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
     } else if constexpr (N == 16) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-                     "{%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
-                     : WARPRING_SUMS4(0), WARPRING_SUMS4(4)
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+            "{%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+            : WARPRING_SUMS4(0), WARPRING_SUMS4(4)
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
     } else if constexpr (N == 32) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                     "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-                     : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12)
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+            "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+            : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12)
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
     } else {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-                     " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                     "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-                     : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12),
-                       WARPRING_SUMS4(16), WARPRING_SUMS4(20), WARPRING_SUMS4(24), WARPRING_SUMS4(28)
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+            "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+            : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12), WARPRING_SUMS4(16),
+              WARPRING_SUMS4(20), WARPRING_SUMS4(24), WARPRING_SUMS4(28)
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
     }
 }
 
@@ -118,8 +127,8 @@ __device__ __forceinline__ void registers_fewer() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// Four bytes of the eight {low, high}: byte i is the one that nibble i of the selector names; its upper 16 bits are ignored,
-// and bit 3 of a nibble must be 0. Assembly, since the compiler would mask the selector a second time.
+// Four bytes of the eight {low, high}: byte i is the one that nibble i of the selector names; its upper 16 bits are
+// ignored, and bit 3 of a nibble must be 0. Assembly, since the compiler would mask the selector a second time.
 __device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
     uint32_t v;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(selector));
@@ -138,36 +147,40 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t smem_barrier,
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_barrier), "r"(bytes) : "memory");
 }
 
-// Until the phase of that parity has completed. The loop is in assembly: the compiler takes a C++ loop for a place where
-// threads part, and runs the products behind it one at a time.
+// Until the phase of that parity has completed. The loop is in assembly: the compiler takes a C++ loop for a place
+// where threads part, and runs the products behind it one at a time.
 __device__ __forceinline__ void mbarrier_wait(uint32_t smem_barrier, uint32_t parity) {
     asm volatile(
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::"r"(
-            smem_barrier),
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: "
+        "}" ::"r"(smem_barrier),
         "r"(parity)
         : "memory");
 }
 
 // One arrival, by the lanes that say so. Not a branch around an arrival, for the same reason.
 __device__ __forceinline__ void mbarrier_arrive_if(uint32_t smem_barrier, bool arrives) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(smem_barrier),
-                 "r"(int(arrives))
-                 : "memory");
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(smem_barrier),
+        "r"(int(arrives))
+        : "memory");
 }
 
-// A bulk copy into shared memory whose bytes were announced by mbarrier_arrive_expect_tx. Read through the async proxy: what
-// generic stores of other threads wrote needs fence_proxy_async() behind the acquire.
-__device__ __forceinline__ void bulk_copy(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_dst),
-                 "l"(gmem_src), "r"(bytes), "r"(smem_barrier)
-                 : "memory");
+// A bulk copy into shared memory whose bytes were announced by mbarrier_arrive_expect_tx. Read through the async proxy:
+// what generic stores of other threads wrote needs fence_proxy_async() behind the acquire.
+__device__ __forceinline__ void bulk_copy(uint32_t smem_dst, const void* gmem_src, uint32_t bytes,
+                                          uint32_t smem_barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_dst),
+        "l"(gmem_src), "r"(bytes), "r"(smem_barrier)
+        : "memory");
 }
 // The same for bytes that nobody wants again soon: the first to leave L2.
-__device__ __forceinline__ void bulk_copy_once(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier) {
+__device__ __forceinline__ void bulk_copy_once(uint32_t smem_dst, const void* gmem_src, uint32_t bytes,
+                                               uint32_t smem_barrier) {
     asm volatile(
         "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
-        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy; }" ::"r"(
-            smem_dst),
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+        "policy; }" ::"r"(smem_dst),
         "l"(gmem_src), "r"(bytes), "r"(smem_barrier)
         : "memory");
 }
