@@ -152,7 +152,11 @@ def search(
         at = 0.0
 
         def fits(growth: float) -> bool:
-            return not durations or time.monotonic() - start + durations[-1] * growth <= seconds
+            passed = time.monotonic() - start
+            if len(durations) < 2:
+                # The first batch took the making of weights with it, and says nothing of the second one's time.
+                return not durations or passed <= 0.8 * seconds
+            return passed + durations[-1] * growth <= seconds
 
         for batch in _batches(rivals, times):
             # A batch four times as large takes four times as long at the most.
