@@ -53,7 +53,7 @@ def configurations(shape: LayerShape, format: str, num_tokens: int) -> dict[str,
     wanted = {
         "together": beside,  # both kernels on a multiprocessor
         "together-early": replace(beside, early=True),  # down starts at once
-        "together-6": shrink(replace(beside, gate_up_stages=6, down_stages=2), *sizes),
+        "together-long": shrink(replace(beside, gate_up_stages=6, down_stages=2, down_run_bytes=4352), *sizes),
         "alone": whole,  # two CTAs of gate_up, 16 warps of down
         "alone-8": shrink(replace(whole, down_warps=8, down_stages=3, down_run_bytes=4352), *sizes),
         "alone-1": shrink(

@@ -68,6 +68,8 @@ def test_both_kernels_of_few_pairs_fit_a_multiprocessor() -> None:
             smem = stream.gate_up_smem(format, QWEN[0], QWEN[2], config)
             smem += stream.down_smem(format, QWEN[1], QWEN[2], config)
             assert smem + 2048 <= stream.SM_SMEM_BYTES
+            # ... but not two of gate_up: one multiprocessor would have twice the work.
+            assert 2 * (stream.gate_up_smem(format, QWEN[0], QWEN[2], config) + 1024) > stream.SM_SMEM_BYTES
             split, _ = split_of(QWEN[0] // 32, RECORD_BYTES[format])
             threads = 32 * (split + 2), 32 * config.down_warps
             assert threads[0] * config.gate_up_registers + threads[1] * config.down_registers <= 65536

@@ -26,6 +26,8 @@ from warpring.runtime.workspace import scratch
 MAX_COLUMNS = 32
 CTA_SMEM_BYTES = 227 * 1024
 SM_SMEM_BYTES = 228 * 1024
+#: What a CTA asks for that must have no second one of its kernel beside it.
+EXCLUSIVE_SMEM_BYTES = SM_SMEM_BYTES // 2 - 1024 + 128
 _POLICIES = {
     "bf16": "TileBf16",
     "fp8_block": "TileFp8Block",
@@ -121,14 +123,18 @@ def _round_up(num_bytes: int) -> int:
 
 
 def gate_up_smem(format: str, hidden: int, num_experts: int, config: Config) -> int:
-    """sizeof(Smem) of stream_gate_up.cu, rounded up; it checks it at compile time."""
+    """What a CTA of gate_up asks for: sizeof(Smem) of stream_gate_up.cu at least, which it checks at compile time.
+
+    One CTA a multiprocessor must be one: the work is dealt out evenly, and two beside each other would end last.
+    """
     record, num_records = RECORD_BYTES[format], hidden // 32
     split, chunks = split_of(num_records, record)
     ring = config.gate_up_stages * (num_records // chunks) * record
     staged = split * (num_records // split * config.gate_up_columns * 64 or 16)
     parts = _SLOTS * split * 16 * 8 * 4
     barriers = 8 * 2 * (config.gate_up_stages + _SLOTS)
-    return _round_up(_round_up(ring) + staged + parts + barriers + _routing_bytes(num_experts, split + 2) + 16)
+    used = _round_up(_round_up(ring) + staged + parts + barriers + _routing_bytes(num_experts, split + 2) + 16)
+    return max(used, EXCLUSIVE_SMEM_BYTES) if config.gate_up_ctas == 1 else used
 
 
 def down_smem(format: str, intermediate: int, num_experts: int, config: Config) -> int:
@@ -161,15 +167,17 @@ def together(format: str, hidden: int, intermediate: int, num_experts: int, topk
     sizes = (format, hidden, intermediate, num_experts)
     pairs = next((n for n in (32, 128, 256) if num_tokens * topk <= n), MAX_PAIRS)
     columns = min(4, 1 << (num_tokens - 1).bit_length())
-    wanted = Config(1, 112, 5, columns, 1, 96, 8, 3, 4352, columns, pairs)
-    config = shrink(wanted, *sizes)
+    # Short runs and many of them: more of down's weights are there before it may start. Long ones for 4-bit codes.
+    stages, run_bytes = (3, 4352) if RECORD_BYTES[format] < 512 else (6, 2176)
+    config = shrink(Config(1, 112, 5, columns, 1, 96, 8, stages, run_bytes, columns, pairs), *sizes)
 
     def fit(config: Config) -> bool:
         both = gate_up_smem(format, hidden, num_experts, config) + down_smem(format, intermediate, num_experts, config)
         return both + 2 * 1024 <= SM_SMEM_BYTES
 
-    for name, least in (("down_stages", 2), ("gate_up_stages", 4), ("down_columns", 1), ("gate_up_columns", 1)):
-        while not fit(config) and getattr(config, name) > least:
+    least = {"down_stages": 2 + stages // 6, "gate_up_stages": 4, "down_columns": 1, "gate_up_columns": 1}
+    for name in least:
+        while not fit(config) and getattr(config, name) > least[name]:
             value = getattr(config, name)
             config = replace(config, **{name: value - 1 if name.endswith("stages") else value // 2})
     return config

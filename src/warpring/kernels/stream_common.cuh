@@ -157,13 +157,14 @@ struct BlockScales {
 };
 
 // Adds the products of kRun records at `smem_run` with kTiles x 8 columns, in groups: what a group reads is requested before
-// anything of it is multiplied, but for activations of many tiles, which would take too many registers. Tiles go to `sums`
-// from tile kFirst on. `record` is the run's place in the panel.
+// anything of it is multiplied. Tiles go to `sums` from tile kFirst on. `record` is the run's place in the panel.
 template <int kRun, int kFirst, int kTiles, int kAll, class Columns>
 __device__ __forceinline__ void add_run(Sums<kAll>& sums, uint32_t smem_run, const Columns& columns, int lane,
                                         const BlockScales<kRun>& scales, int record) {
-    constexpr int kGroup = kTiles == 1 ? 4 : kTiles == 2 && kRun % 2 == 0 ? 2 : 1;
-    constexpr bool kAhead = kTiles <= 2, kWhole = kRun % kGroup == 0;
+    constexpr bool kSmall = sizeof(typename Format::Raw) <= 20;  // BF16 takes 32 bytes a lane
+    constexpr int kGroup = kTiles == 1 ? 4 : kSmall && kRun % 2 == 0 ? 2 : 1;
+    constexpr bool kWhole = kRun % kGroup == 0;
+    static_assert(kTiles <= 2, "more would not fit the registers");
 #pragma unroll(kTiles == 1 ? kRun : 1)
     for (int first = 0; first < kRun; first += kGroup) {
         typename Format::Raw raw[kGroup];
@@ -172,8 +173,7 @@ __device__ __forceinline__ void add_run(Sums<kAll>& sums, uint32_t smem_run, con
         for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
             raw[i] = Format::load(smem_run + (first + i) * Format::kRecordBytes, lane);
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t)
-                if constexpr (kAhead) x[i][t] = columns.load(first + i, t);
+            for (int t = 0; t < kTiles; ++t) x[i][t] = columns.load(first + i, t);
         }
 #pragma unroll
         for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void add_run(Sums<kAll>& sums, uint32_t smem_run, con
             if constexpr (Format::kBlockScale) scale = scales.at(record, first + i);
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
-                const uint4 x_tile = kAhead ? x[i][t] : columns.load(first + i, t);
+                const uint4 x_tile = x[i][t];
                 float(&sum)[kChains][4] = sums.d[kFirst + t];
                 if constexpr (Format::kBlockScale) {
                     float part[4] = {0.f, 0.f, 0.f, 0.f};
