@@ -66,11 +66,13 @@ __device__ __forceinline__ int first_packet() {
 // tokens was known.
 __device__ __forceinline__ void push_routing(const EpParams& params, uint64_t tag, const Inputs& inputs, uint64_t ids) {
     const int pairs = inputs.num_tokens * kTopk, packets = num_packets(inputs.num_tokens);
+#pragma unroll 1
     for (int packet = first_packet(); packet < packets; packet += kThreads * gridDim.x) {
         if (packet != first_packet()) ids = load_ids(inputs, packet, inputs.num_tokens);
 #pragma unroll
         for (int i = 0; i < kPacketPairs; ++i)
             if (packet * kPacketPairs + i >= pairs) ids |= uint64_t(kNoExpert) << (16 * i);
+#pragma unroll 1
         for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
             uint8_t* gmem_meta = meta_of(params, peer_region(params, peer), params.peers.rank, tag >> 16);
             st_relaxed_sys_b128(gmem_meta + packet * kPacketBytes, make_ulonglong2(tag, ids));
@@ -93,6 +95,7 @@ __device__ __forceinline__ void publish_rows(const EpParams& params, const Input
             *reinterpret_cast<uint4*>(row + chunk * kChunkBytes + piece * kPieceBytes) = codes;
         },
         [&](int i, int s, float scale) { scales_of(i)[s] = scale; });
+#pragma unroll 1
     for (int j = threadIdx.x; j < count * kTopk; j += kThreads) {
         const int i = j / kTopk, slot = j % kTopk;
         const int64_t token = first + i * step;
@@ -147,6 +150,7 @@ __device__ __forceinline__ bool receive_routing(const EpParams& params, const Ep
                                                 Smem& smem) {
     const int lane = threadIdx.x % kLanes;
     const int num_ranks = params.peers.num_ranks, base = params.peers.rank * kLocalExperts;
+#pragma unroll 1
     for (int rank = reader.rank; rank < num_ranks; rank += reader.rank_step) {
         int num_tokens = 0, packet = reader.packet + lane;
         if (packet >= num_packets(params.max_tokens)) continue;
@@ -201,8 +205,10 @@ __device__ __forceinline__ int plan_blocks(Smem& smem) {
 __device__ __forceinline__ void write_plan(const EpParams& params, uint64_t generation, int num_shared_blocks,
                                            int num_blocks, const Smem& smem) {
     const int lane = threadIdx.x % kLanes;
+#pragma unroll 1
     for (int e = threadIdx.x / kLanes; e < kLocalExperts; e += kWarps) {
         const int pairs = smem.pairs_of[e], first = num_shared_blocks + smem.first_block[e];
+#pragma unroll 1
         for (int i = lane; i * kBlockM < pairs; i += kLanes)
             write_plan_entry(params, generation, first + i, e, min(pairs - i * kBlockM, kBlockM));
     }
@@ -215,9 +221,11 @@ template <class Use>
 __device__ __forceinline__ void for_each_packet(const EpParams& params, uint64_t generation, const Reader& reader,
                                                 const Smem& smem, Use use) {
     const int lane = threadIdx.x % kLanes;
+#pragma unroll 1
     for (int rank = reader.rank; rank < params.peers.num_ranks; rank += reader.rank_step) {
         const uint8_t* gmem_meta = meta_of(params, own_region(params), rank, generation);
         const int packets = num_packets(smem.num_tokens[rank]);
+#pragma unroll 1
         for (int p = reader.packet; p < packets; p += reader.packet_step) {
             uint64_t ids = ~uint64_t(0);
             if (rank == reader.rank && p == reader.packet)
@@ -343,6 +351,7 @@ __device__ __forceinline__ void claim(const EpParams& params, const EpSync& sync
 __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& sync, const TokenCount& token_count,
                                          Inputs& inputs, Smem& smem) {
     const uint64_t generation = sync.generation, block_base = params.gmem_state->block_base;
+#pragma unroll 1
     for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) smem.pairs_of[e] = 0;
     if (threadIdx.x < kLanes) smem.warp_total[threadIdx.x] = 0;
     if (!announce(params, sync, token_count, inputs)) return;
@@ -361,7 +370,9 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
         arrived = wait_at_least_sys(sync, kArrived, threadIdx.x, arrived_of(params, own_region(params), threadIdx.x),
                                     generation * params.comm_ctas);
     if (__syncthreads_or(!arrived)) return;
+#pragma unroll 1
     for (int block = (blockIdx.x + gridDim.x - 1) % gridDim.x; block < num_blocks; block += gridDim.x) {
+#pragma unroll 1
         for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) {
             const uint32_t index = uint32_t(block) - smem.first_block[e];
             if (index * kBlockM < smem.pairs_of[e] && uint32_t(block) >= smem.first_block[e]) {

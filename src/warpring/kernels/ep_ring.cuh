@@ -25,11 +25,11 @@ struct BlockFill {
         return !__syncthreads_or(failed);
     }
 
-    // Waits for the second GEMM of the slot's previous use, which reads info and act, then hands the block over. The
-    // barrier lets thread 0 publish every thread's stores; each thread orders its own for the copy engine before it.
+    // Waits for the second GEMM of the slot's previous use, which reads info and act, then hands the block over: the barrier
+    // lets thread 0 publish every thread's stores. The fence for the copy engine is the reader's, behind its acquire: one on
+    // the way is enough, and here it would cost every thread a wait for its stores.
     __device__ __forceinline__ bool publish(const EpParams& params, const EpSync& sync, const uint32_t* smem_pair_id,
                                             const float* smem_weight) {
-        fence_proxy_async();
         bool failed = false;
         if (threadIdx.x == 0 && !info_free)
             failed = !wait_at_least_gpu(sync, kL2Empty, params.gmem_l2_empty + place.slot, second_gemm_target());
@@ -44,7 +44,6 @@ struct BlockFill {
                 info.pair_id[n] = smem_pair_id[n];
                 info.weight[n] = smem_weight[n];
             }
-            fence_proxy_async();
             __syncwarp();
             if (threadIdx.x == 0) st_release_gpu_u32(params.gmem_l1_full + place.slot, place.use + 1);
         }

@@ -4,7 +4,7 @@
 // flag that a peer writes or reads needs sys on both sides. Cumulativity: after a barrier of the CTA, one thread's release
 // also publishes what the other threads wrote before the barrier, and after one thread's acquire a barrier hands what it
 // saw to the others. Proxies: only generic loads and stores are ordered; data that a bulk copy (TMA) will read need
-// fence_proxy_async() as well.
+// fence_proxy_async() before it as well.
 #pragma once
 #include "ptx.cuh"
 
@@ -116,9 +116,8 @@ __device__ __forceinline__ uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uin
 
 // ---- fences and clocks ---------------------------------------------------------------------------------------------
 
-// Orders generic writes of this thread before bulk copies (async proxy) that are started later, by whoever has
-// synchronised with this thread. The reader needs its own, between its acquire and its copy. Both sides: the writer's
-// alone is enough only within a CTA.
+// Orders generic accesses before bulk copies (async proxy) that start later. One on the way from the write to the copy is
+// enough: for data behind a flag, the reader's, between its acquire and its copy. It costs a wait for own stores.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Nanoseconds of the GPU's clock; its steps can be as coarse as a microsecond. Good for bounds, not for timing a wait.
