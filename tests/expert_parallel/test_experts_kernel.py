@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -340,12 +339,14 @@ def test_what_never_comes_poisons_the_layer_and_publishes_nothing(planned: bool,
 
 def test_kernels_compile_without_spills_and_without_products_one_at_a_time() -> None:
     pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
-    for format, activation in itertools.product(("fp8_block", "mxfp4"), ("fp8", "bf16")):
-        problem = Problem(4096, 2048, 256, 6, 2, 256, format=format, activation=activation, block_m=64)
-        log = compile_log(experts_spec(problem))
-        assert re.findall(r"\(C7\d\d\d\).*", log) == []
-        assert "Used 168 registers" in log
-        assert re.findall(r"[1-9]\d* bytes spill.*", log) == []
+    # Blocks of 64 tokens hold every width, and take ptxas a while: once for each form of the tokens.
+    for format, block_m in (("mxfp4", 64), ("fp8_block", 16)):
+        for activation in ("fp8", "bf16"):
+            problem = Problem(4096, 2048, 256, 6, 2, 256, format=format, activation=activation, block_m=block_m)
+            log = compile_log(experts_spec(problem))
+            assert re.findall(r"\(C7\d\d\d\).*", log) == []
+            assert "Used 168 registers" in log
+            assert re.findall(r"[1-9]\d* bytes spill.*", log) == []
 
 
 @pytest.mark.parametrize("block_m", BLOCK_SIZES)
