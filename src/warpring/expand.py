@@ -58,9 +58,6 @@ def _e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 def _e2m1(codes: torch.Tensor) -> torch.Tensor:
     """FP32 values [..., cols] of packed E2M1 codes [..., cols / 2], the even column in the low nibble."""
-    wide = codes.to(torch.int32)
-    pair = (wide & 0x07) << 9
-    pair |= (wide & 0x08) << 12
-    pair |= (wide & 0x70) << 21
-    pair |= (wide & 0x80) << 24
-    return pair.view(torch.float16).float().mul_(_E2M1_UNIT)
+    even = (codes & 0x07).to(torch.int16) << 9 | (codes & 0x08).to(torch.int16) << 12
+    odd = (codes & 0x70).to(torch.int16) << 5 | (codes & 0x80).to(torch.int16) << 8
+    return torch.stack((even, odd), -1).flatten(-2).view(torch.float16).float().mul_(_E2M1_UNIT)

@@ -267,8 +267,14 @@ def _join_rows(t: torch.Tensor, num_halves: int) -> torch.Tensor:
 
 
 def _half_words(codes: torch.Tensor, words: int) -> torch.Tensor:
-    """The inverse of `_words`: bytes [E, panel, record, bytes] -> int16 [E, panel, record, g, half, q, words, 2]."""
-    return codes.contiguous().view(torch.int16).unflatten(-1, (8, 4, 2, words, 2)).permute(0, 1, 2, 3, 5, 4, 6, 7)
+    """Bytes [E, panel, record, bytes] -> contiguous int16 [E, panel, record, g, q, half, words, 2]."""
+    return codes.contiguous().view(torch.int16).unflatten(-1, (8, 4, 2, words, 2))
+
+
+def _interleaved(pairs: list[torch.Tensor]) -> torch.Tensor:
+    """The inverse of `_words`: int16 codes of each pair of a word, as `_half_words` has them -> uint8 of `_panels`."""
+    codes = torch.stack([pair.to(torch.uint8) for pair in pairs], -2)
+    return codes.flatten(-3).transpose(4, 5)
 
 
 def _codes_e4m3(codes: torch.Tensor) -> torch.Tensor:
@@ -276,7 +282,7 @@ def _codes_e4m3(codes: torch.Tensor) -> torch.Tensor:
     half = _half_words(codes, words=2)
     first = (half >> 8 & 0x80) | (half >> 4 & 0x7F)
     second = (half >> 7 & 0x80) | (half & 15) << 3 | (half >> 11 & 7)
-    return torch.stack((first, second), -2).to(torch.uint8).flatten(-3)
+    return _interleaved([first, second])
 
 
 def _codes_e2m1(codes: torch.Tensor) -> torch.Tensor:
@@ -284,7 +290,7 @@ def _codes_e2m1(codes: torch.Tensor) -> torch.Tensor:
     half = _half_words(codes, words=1)
     pairs = [(half >> (12 - shift) & 8) | (half >> (6 - shift) & 7) for shift in (0, 3, 6)]
     pairs.append((half >> 11 & 8) | (half >> 11 & 4) | (half >> 10 & 3))
-    return torch.stack(pairs, -2).to(torch.uint8).flatten(-3)
+    return _interleaved(pairs)
 
 
 #: Experts packed at a time: bounds the temporaries, which take some 20 bytes a weight.
