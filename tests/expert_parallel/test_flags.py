@@ -37,7 +37,7 @@ def test_ctas_agree_with_the_kernels(kernel: str) -> None:
 def records() -> dict[str, str]:
     """Records of docs/sync.md by the name that each begins with."""
     blocks = re.findall(r"^```\n(.*?)^```", DOCS.read_text(), re.S | re.M)
-    return {re.split(r"\W", block)[0]: block for block in blocks}
+    return {re.split(r"[\s\[,]", block)[0]: block for block in blocks}
 
 
 def test_every_flag_has_its_record() -> None:

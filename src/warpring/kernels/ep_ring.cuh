@@ -7,9 +7,11 @@
 //   publish()     when they have been, and info has been staged in shared memory
 // Both are false when the layer is poisoned, for all threads alike.
 struct BlockFill {
+    static constexpr int kInfoThread = kLanes;  // looks at l2_empty while thread 0 looks at l1_empty
+
     RingPlace place;
     int32_t expert, count;
-    bool info_free;  // thread 0's: l2_empty was seen to be high enough already
+    bool info_free;  // of kInfoThread: l2_empty was seen to be high enough already
 
     __device__ __forceinline__ BlockFill(const EpParams& params, uint64_t block_base, int block, int32_t e, int32_t n)
         : place(ring_place(params, block_base, block)), expert(e), count(n), info_free(false) {}
@@ -18,10 +20,10 @@ struct BlockFill {
     // saves publish() the latency of a load.
     __device__ __forceinline__ bool may_write(const EpParams& params, const EpSync& sync) {
         bool failed = false;
-        if (threadIdx.x == 0) {
-            info_free = int32_t(ld_acquire_gpu_u32(params.gmem_l2_empty + place.slot) - second_gemm_target()) >= 0;
+        if (threadIdx.x == 0)
             failed = !wait_at_least_gpu(sync, kL1Empty, params.gmem_l1_empty + place.slot, place.use * kNeuronTasks);
-        }
+        if (threadIdx.x == kInfoThread)
+            info_free = int32_t(ld_acquire_gpu_u32(params.gmem_l2_empty + place.slot) - second_gemm_target()) >= 0;
         return !__syncthreads_or(failed);
     }
 
@@ -31,7 +33,7 @@ struct BlockFill {
     __device__ __forceinline__ bool publish(const EpParams& params, const EpSync& sync, const uint32_t* smem_pair_id,
                                             const float* smem_weight) {
         bool failed = false;
-        if (threadIdx.x == 0 && !info_free)
+        if (threadIdx.x == kInfoThread && !info_free)
             failed = !wait_at_least_gpu(sync, kL2Empty, params.gmem_l2_empty + place.slot, second_gemm_target());
         if (__syncthreads_or(failed)) return false;
         if (threadIdx.x / kLanes == 0) {

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const int shared = block / per_expert, first = block % per_expert * kBlockM, count = count_of(block);
         const int width = block_width(count);
         BlockFill fill(params, block_base, block, kLocalExperts + shared, count);
-        if (!fill.may_write(params, sync)) return;
+        if (!fill.may_write(params, sync)) return;  // a barrier too: warp 0 has read the last block's pair ids
         for (int n = threadIdx.x; n < count; n += kThreads) {
             const int64_t token = first + n;
             smem_pair_id[n] =
@@ -53,6 +53,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             },
             [&](int n, int s, float scale) { gmem_scale[s * kBlockM + n] = scale; });
         if (!fill.publish(params, sync, smem_pair_id, smem_weight)) return;
-        __syncthreads();  // warp 0 has read the pair ids
     }
 }
