@@ -1,24 +1,21 @@
-// ep_experts.cu   role2: act = act_fn(w13[e] x), partial = w2[e] act, for the token blocks of the ring, straight to
-// their owners
+// ep_experts.cu   role2: act = act_fn(w13[e] x), partial = w2[e] act, for the token blocks of the ring
 //
-// Grid     compute_ctas persistent CTAs, one an SM: task i of the list (ep_experts_common.cuh) belongs to CTA i mod
-// grid.
-//          A task is 128 rows of a matrix for one block: 64 neurons' gate and up rows, or 128 outputs. Two warpgroups
-//          of 64 rows each consume; of the third one thread finds the tasks, one requests weights, one tokens.
+// Grid     compute_ctas persistent CTAs, one an SM: task i of the list belongs to CTA i mod grid. A task is 128 rows of
+//          a matrix for one block: 64 neurons' gate and up rows, or 128 outputs. Two warpgroups consume, 64 rows each;
+//          of the third one thread follows the plan, one requests weights, one tokens.
 // Reads    weights once a block, by bulk copies that run ahead over the borders of tasks and wait only for the plan;
-// tokens,
-//          activations and scales from L2, once a task
+//          tokens, activations and scales from L2, once a task
+// Writes   partial results straight to the memory of the tokens' owners
 // Bound    HBM: the weights of every expert that some block names
 // Sync     weights: the plan. Tokens: l1_full of the block (first GEMM), or the bits of l2_full of a chunk (second).
 //          Publishes l2_full and l1_empty behind a first-GEMM task, l2_empty behind a second, `done` at every peer
-//          behind its last. A wait that fails poisons the layer; the CTA then completes its tasks without data and
-//          publishes nothing.
+//          behind its last. A wait that fails poisons the layer; the CTA then completes what it has begun without data
+//          and publishes nothing.
 // Limits   hidden, intermediate multiples of 32, intermediate <= 4096; sm_90a
 #include "ep_experts_epilogue.cuh"
 #include "ep_experts_products.cuh"
 
-// ---- the three producing threads
-// -------------------------------------------------------------------------------------
+// ---- the three producing threads ------------------------------------------------------------------------------------
 
 // The next task of this CTA. False: a wait has failed.
 __device__ __forceinline__ bool next_task(const EpParams& params, const EpSync& sync, uint64_t block_base, int index,
@@ -68,7 +65,7 @@ __device__ __forceinline__ void produce_tasks(const EpParams& params, Smem& smem
     int num_blocks = -1;
     for (int index = blockIdx.x;; index += gridDim.x) {
         Task task{};
-        if (!next_task(params, sync, block_base, index, num_blocks, task)) {
+        if (has_failed(smem) || !next_task(params, sync, block_base, index, num_blocks, task)) {
             set_failed(smem);
             task.kind = kNoTask;
         }

@@ -1,5 +1,4 @@
-// ep_experts_epilogue.cuh   What follows the sums of a task of role2: activation and requantisation, or partial
-// results.
+// ep_experts_epilogue.cuh   What follows the sums of a task: activation and requantisation, or partial results.
 //
 // Both are the same for every width N and any other tokens in the block: a token is a column. Columns behind the
 // block's count hold old bytes; nothing of theirs is looked at.
@@ -12,8 +11,8 @@ struct Place {
     int warp, lane, thread;  // of the consumers
     __device__ __forceinline__ int row() const {
         return warp * 16 + lane / 4;
-    }                                                                         // of the task; row + 8 is the other one
-    __device__ __forceinline__ int column() const { return 2 * (lane % 4); }  // of 8; column + 1 is the other one
+    }  // of the task; row + 8 is the other one
+    __device__ __forceinline__ int column() const { return 2 * (lane % 4); }       // of 8; column + 1 is the other one
     __device__ __forceinline__ int neuron() const { return warp * 8 + lane / 4; }  // of a task of the first GEMM
 };
 

@@ -1,5 +1,4 @@
-// ep_quantize.cuh   How FP32 values become what the tensor cores eat: E4M3 with an FP32 scale, or FP16 with a power of
-// two.
+// ep_quantize.cuh   How FP32 values become operands: E4M3 with an FP32 scale, or FP16 with a power of two.
 //
 // role1 and role4 use it on tokens, role2 on the activations between its two GEMMs; expert_parallel/arithmetic.py is
 // the same arithmetic in torch. A group of values is described by the bits of its largest magnitude: as integers, so

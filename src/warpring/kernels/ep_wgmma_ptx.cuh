@@ -1,5 +1,4 @@
-// ep_wgmma_ptx.cuh   Warpgroup matrix products of sm_90a, A in registers and B in shared memory, and what goes with
-// them.
+// ep_wgmma_ptx.cuh   Warpgroup matrix products of sm_90a, A in registers, B in shared memory; what goes with them.
 //
 // A product is asynchronous: between warpgroup_commit() and the warpgroup_wait() that covers it, neither its sums nor
 // its A registers may be read or written. warpgroup_arrive() comes before the first product that follows a change of
