@@ -7,12 +7,12 @@
 #include "ep_experts_common.cuh"
 #include "ep_quantize.cuh"
 
+// Where a consumer stands: its sums are those of rows row() and row() + 8 of the task, columns column() and column() + 1
+// of every 8.
 struct Place {
     int warp, lane, thread;  // of the consumers
-    __device__ __forceinline__ int row() const {
-        return warp * 16 + lane / 4;
-    }  // of the task; row + 8 is the other one
-    __device__ __forceinline__ int column() const { return 2 * (lane % 4); }       // of 8; column + 1 is the other one
+    __device__ __forceinline__ int row() const { return warp * 16 + lane / 4; }
+    __device__ __forceinline__ int column() const { return 2 * (lane % 4); }
     __device__ __forceinline__ int neuron() const { return warp * 8 + lane / 4; }  // of a task of the first GEMM
 };
 
