@@ -8,7 +8,8 @@ touches all alike. Right before, each form runs with another routing for 10 ms: 
 those of the form before it asleep. The read peak (best sum over a buffer far above any cache) is measured in the same
 rounds. Torch's forms compute from BF16 weights; `torch_eager` is a loop over the experts in use, `torch_grouped_mm`
 sorts and multiplies group by group, `torch_batched_mm` copies the experts of each slot. onnxruntime and llama.cpp take
-part where they can be imported (cpu_peers.py); who does not is said by name.
+part where they can be imported (cpu_peers.py); who does not is said by name. Afterwards `python -m
+warpring.bench.tables` writes the tables of docs/cores.md, and `python bench/plots.py` the plots.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ from cpu_peers import Layer, PeerForm, peer_forms
 
 from warpring import Experts, moe_decode
 from warpring.bench.inputs import make_routing, random_experts
-from warpring.bench.plots import plot_decode
-from warpring.bench.records import FORMATS, Record, append, load, record
+from warpring.bench.records import FORMATS, append, record
 from warpring.bench.shapes import LayerShape, parse_shape
 from warpring.bench.timing import percentiles
 from warpring.kernels.cores.engine import processor, unusable_reason
 
 RESULTS = Path(__file__).parent / "results" / "decode_cpu.jsonl"
-PLOTS = Path(__file__).parents[1] / "docs" / "img"
-PLOTTED = ("bf16", "mxfp8", "mxfp4")
 PROBE_BYTES = 256 << 20
 #: batched_mm copies every slot's weights: left out where that would take more than this.
 MOST_COPIED_BYTES = 1 << 30
@@ -180,7 +178,6 @@ def main() -> None:
     parser.add_argument("--batches", default="1,2,4,8,16")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave onnxruntime and llama.cpp out")
-    parser.add_argument("--plot", action="store_true", help="draw docs/img/decode-cpu-MODEL.svg from all records")
     args = parser.parse_args()
     formats = args.formats.split(",")
     if not set(formats) <= set(FORMATS):
@@ -193,14 +190,6 @@ def main() -> None:
             print(f"{shape.name:<16}{name} takes no part: {reason}")
         for batch in args.batches.split(","):
             measure(shape, formats, int(batch), args.rounds, layers, peers)
-        if args.plot:
-            target = PLOTS / f"decode-cpu-{shape.name}.svg"
-            plot_decode([rec for rec in load(RESULTS) if rec["model"] == shape.name and is_plotted(rec)], target)
-            print(f"plot: {target}")
-
-
-def is_plotted(rec: Record) -> bool:
-    return rec["format"] in PLOTTED and rec["impl"] in ("warpring", "torch_grouped_mm")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Draw docs/img/*.svg: a plot a format of the standard rows (decode.jsonl), one a layer beside peers (peers.jsonl), and
-the ablation of our own paths (every *.jsonl beside decode.jsonl that has their records).
+"""Draw docs/img/*.svg: a plot a format of the standard rows (decode.jsonl), one a layer beside peers (peers.jsonl), one
+a layer on CPU cores (decode_cpu.jsonl), and the ablation of our own paths (every *.jsonl beside decode.jsonl that has
+their records).
 
 PYTHONPATH=src python bench/plots.py [--output FOLDER]
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from warpring.bench.ablation import PATHS, plot_ablation
 from warpring.bench.compared import PEER_LAYERS
+from warpring.bench.cores_tables import MODELS, plotted
 from warpring.bench.plots import plot_decode
 from warpring.bench.records import Record, load
 from warpring.bench.tables import DECODE_FORMATS, DECODE_MODEL, decode_records, on_latest_gpu
@@ -30,6 +32,8 @@ def main() -> int:
     beside = load(args.peers)
     for layer in PEER_LAYERS:
         plots["peers-{}-{}".format(*layer)] = [rec for rec in beside if (rec["model"], rec["format"]) == layer]
+    on_cores = load(args.results.parent / "decode_cpu.jsonl")
+    plots |= {f"decode-cpu-{model}": plotted(on_cores, model) for model in MODELS}
     for name, points in plots.items():
         target = args.output / f"{name}.svg"
         if points:

@@ -79,15 +79,18 @@ def test_plots_script_draws_what_was_measured_by_format_and_beside_peers(
     append(tmp_path / "decode.jsonl", rec)
     peer = {name: value for name, value in (rec | {"impl": "vllm_triton", "format": "bf16"}).items() if name != "path"}
     append(tmp_path / "peers.jsonl", peer)
+    cores = {name: value for name, value in (rec | {"path": "cores"}).items() if name not in ("gpu", "driver", "cuda")}
+    append(tmp_path / "decode_cpu.jsonl", cores | {"cpu": "Y (2 cores)"})
     files = ["--results", str(tmp_path / "decode.jsonl"), "--peers", str(tmp_path / "peers.jsonl")]
     assert run(monkeypatch, "plots.py", *files, "--output", str(tmp_path / "img")) == 0
     drawn = sorted(path.name for path in (tmp_path / "img").iterdir())
     assert drawn == [
         "ablation-qwen3-30b-a3b.svg",
+        "decode-cpu-qwen3-30b-a3b.svg",
         "decode-qwen3-30b-a3b-mxfp8.svg",
         "peers-qwen3-30b-a3b-bf16.svg",
     ]
-    assert capsys.readouterr().out.count("no records, not drawn") == 5
+    assert capsys.readouterr().out.count("no records, not drawn") == 7
 
 
 def test_grouped_script_measures_decode_paths_up_to_a_batch_and_grouped_ones_at_every_batch(

@@ -1,4 +1,4 @@
-"""Tables of docs/cores.md: a layer and a whole model on CPU cores, beside other libraries."""
+"""Tables and plots of docs/cores.md: a layer and a whole model on CPU cores, beside other libraries."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def cores_layer(model: str) -> Callable[[Sequence[Record]], str]:
         return markdown(header, rows) + provenance(points)
 
     return table
+
+
+def plotted(records: Sequence[Record], model: str) -> list[Record]:
+    """What the plot of a layer shows: our BF16, MXFP8 and MXFP4 beside torch's grouped_mm."""
+    ours = [rec for rec in records if rec.get("path") == "cores" and rec["format"] in ("bf16", "mxfp8", "mxfp4")]
+    theirs = [rec for rec in records if rec["impl"] == "torch_grouped_mm"]
+    return [rec for rec in on_latest_cpu([*ours, *theirs]) if rec["bench"] == "decode" and rec["model"] == model]
 
 
 def _form(rec: Record) -> str:
