@@ -7,8 +7,8 @@
 #include "ep_experts_common.cuh"
 #include "ep_quantize.cuh"
 
-// Where a consumer stands: its sums are those of rows row() and row() + 8 of the task, columns column() and column() + 1
-// of every 8.
+// Where a consumer stands: its sums are those of rows row() and row() + 8 of the task, in columns column() and
+// column() + 1 of every 8.
 struct Place {
     int warp, lane, thread;  // of the consumers
     __device__ __forceinline__ int row() const { return warp * 16 + lane / 4; }
