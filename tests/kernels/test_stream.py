@@ -61,18 +61,26 @@ def test_work_is_divided_evenly(format: str, num_records: int) -> None:
         assert split >= 4
 
 
-def test_both_kernels_of_few_pairs_fit_a_multiprocessor() -> None:
-    for format in FORMATS:
-        for num_tokens in (1, 2, 4):
-            config = config_for(format, *QWEN, 8, num_tokens)
-            smem = stream.gate_up_smem(format, QWEN[0], QWEN[2], config)
-            smem += stream.down_smem(format, QWEN[1], QWEN[2], config)
-            assert smem + 2048 <= stream.SM_SMEM_BYTES
-            # ... but not two of gate_up: one multiprocessor would have twice the work.
-            assert 2 * (stream.gate_up_smem(format, QWEN[0], QWEN[2], config) + 1024) > stream.SM_SMEM_BYTES
-            split, _ = split_of(QWEN[0] // 32, RECORD_BYTES[format])
-            threads = 32 * (split + 2), 32 * config.down_warps
-            assert threads[0] * config.gate_up_registers + threads[1] * config.down_registers <= 65536
+@pytest.mark.parametrize("hidden", [2048, 2880, 1408])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_shall_fit_a_multiprocessor_fits(format: str, hidden: int) -> None:
+    """Both kernels of few pairs, two CTAs of gate_up of many; but never two where one is wanted."""
+    sizes = format, hidden, 768, 128, 8
+    split, _ = split_of(hidden // 32, RECORD_BYTES[format])
+    threads = 32 * (split + 2)
+    for num_tokens in (1, 2, 4, 16):
+        config = together(*sizes, num_tokens)
+        smem = stream.gate_up_smem(format, hidden, 128, config)
+        assert smem + stream.down_smem(format, 768, 128, config) + 2048 <= stream.SM_SMEM_BYTES
+        assert threads * config.gate_up_registers + 32 * config.down_warps * config.down_registers <= 65536
+        assert 2 * (smem + 1024) > stream.SM_SMEM_BYTES  # one multiprocessor would have twice the work
+        assert config_for(*sizes, num_tokens) == config
+    config = config_for(*sizes, 64)
+    assert config.gate_up_ctas == 2
+    assert 2 * threads * config.gate_up_registers <= 65536
+    assert 2 * (stream.gate_up_smem(format, hidden, 128, config) + 1024) <= stream.SM_SMEM_BYTES
+    assert 32 * config.down_warps * config.down_ctas * config.down_registers <= 65536
+    assert config.down_ctas * (stream.down_smem(format, 768, 128, config) + 1024) <= stream.SM_SMEM_BYTES
 
 
 def test_configurations_shrink_until_they_fit_or_say_that_nothing_does() -> None:

@@ -42,6 +42,7 @@ _CHUNK_BYTES = 18 * 1024
 _SPLITS = (8, 9, 7, 10, 6, 5, 4, 11, 12, 3, 2, 1)
 _MOST_RUN = 16
 _SLOTS = 2
+_SM_REGISTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,11 @@ def run_of(num_records: int, record_bytes: int, most_bytes: int) -> int:
     )
 
 
+def _registers(num_warps: int, available: int, most: int) -> int:
+    """Registers a thread, in the steps of 8 that the hardware gives out, for so many warps of `available` registers."""
+    return min(most, available // (32 * num_warps) // 8 * 8)
+
+
 def _routing_bytes(num_experts: int, warps: int) -> int:
     """sizeof(Routing) of tile_common.cuh."""
     entries = min(num_experts, MAX_PAIRS) + MAX_PAIRS // MAX_COLUMNS
@@ -169,7 +175,9 @@ def together(format: str, hidden: int, intermediate: int, num_experts: int, topk
     columns = min(4, 1 << (num_tokens - 1).bit_length())
     # Short runs and many of them: more of down's weights are there before it may start. Long ones for 4-bit codes.
     stages, run_bytes = (3, 4352) if RECORD_BYTES[format] < 512 else (6, 2176)
-    config = shrink(Config(1, 112, 5, columns, 1, 96, 8, stages, run_bytes, columns, pairs), *sizes)
+    split, _ = split_of(hidden // 32, RECORD_BYTES[format])
+    registers = _registers(split + 2, _SM_REGISTERS - 8 * 32 * 96, 112)
+    config = shrink(Config(1, registers, 5, columns, 1, 96, 8, stages, run_bytes, columns, pairs), *sizes)
 
     def fit(config: Config) -> bool:
         both = gate_up_smem(format, hidden, num_experts, config) + down_smem(format, intermediate, num_experts, config)
@@ -198,7 +206,9 @@ def alone(format: str, hidden: int, intermediate: int, num_experts: int, topk: i
     ctas, warps = (1, 16) if hidden // 16 <= _NUM_SMS else (2, 8)
     if RECORD_BYTES[format] < 512 and ctas == 1:  # 4-bit codes are bound by instructions, which longer runs save
         warps, stages, run_bytes = 12, 2, 4352
-    two = shrink(Config(2, 96, 4, columns, ctas, 128, warps, stages, run_bytes, columns, MAX_PAIRS), *sizes)
+    split, _ = split_of(hidden // 32, RECORD_BYTES[format])
+    registers = _registers(2 * (split + 2), _SM_REGISTERS, 96)
+    two = shrink(Config(2, registers, 4, columns, ctas, 128, warps, stages, run_bytes, columns, MAX_PAIRS), *sizes)
     if two.gate_up_columns == columns:
         return two
     return shrink(
