@@ -49,9 +49,7 @@ class CUlaunchConfig:
     attrs: list[CUlaunchAttribute]
     numAttrs: int
 
-def cuLaunchKernelEx(
-    config: CUlaunchConfig, f: CUfunction, kernelParams: int, extra: int
-) -> tuple[CUresult]: ...
+def cuLaunchKernelEx(config: CUlaunchConfig, f: CUfunction, kernelParams: int, extra: int) -> tuple[CUresult]: ...
 
 CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC: int
 
