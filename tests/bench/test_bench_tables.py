@@ -10,6 +10,7 @@ import pytest
 
 from warpring import ArgumentError
 from warpring.bench import plots
+from warpring.bench.markdown import provenance
 from warpring.bench.plots import check_plot_path, plot_decode
 from warpring.bench.records import FORMATS, Record, append, record
 from warpring.bench.tables import BATCHES, NOT_MEASURED, TABLES, documents, main, render, stale
@@ -79,13 +80,28 @@ def test_overview_has_a_row_a_batch_and_its_figures() -> None:
     assert "read peak 4.50 TB/s; 2026-05-01; commit abc." in table
 
 
+@pytest.mark.parametrize(
+    ("peaks", "words"),
+    [
+        ((34.4, 57.6), "34 to 58 GB/s"),
+        ((33.8, 34.2), "34 GB/s"),
+        ((999.4, 999.4), "999 GB/s"),
+        ((1000.0, 1000.0), "1.00 TB/s"),
+        ((4496.0, 4504.0), "4.50 TB/s"),
+    ],
+)
+def test_read_peaks_below_a_terabyte_a_second_are_in_gigabytes(peaks: tuple[float, float], words: str) -> None:
+    records = [decode(num_tokens=batch, read_peak_gbs=peak) for batch, peak in enumerate(peaks, start=1)]
+    assert f"; read peak {words}; 2026" in provenance(records)
+
+
 def test_detail_gives_rates_and_the_floor() -> None:
     table = TABLES["decode-mxfp8"]([decode()])
     assert rows(table)[0] == ["1", "warp", "10.0", "9.0 to 11.0", "4.00", "88.9 %", "4.40", "8.9", "2"]
 
 
 def test_rerun_replaces_the_point_and_the_last_measured_gpu_is_shown_alone() -> None:
-    later = {"date": "2026-06-01T10:00:00Z"}
+    later: dict[str, Any] = {"date": "2026-06-01T10:00:00Z"}
     records = [
         decode(p50_us=11.0, **later, commit="def"),
         decode(p50_us=10.0),

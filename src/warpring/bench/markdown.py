@@ -32,14 +32,18 @@ def provenance(records: Sequence[Record]) -> str:
     parts += [cpus] if cpus else []
     parts.append(f"torch {all_of('torch')}")
     if peaks:
-        low, high = min(peaks) / 1e3, max(peaks) / 1e3
-        parts.append(
-            f"read peak {low:.2f} TB/s" if f"{low:.2f}" == f"{high:.2f}" else f"read peak {low:.2f} to {high:.2f} TB/s"
-        )
+        parts.append(f"read peak {_rates(min(peaks), max(peaks))}")
     days = sorted({rec["date"][:10] for rec in records})
     parts.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
     parts.append(f"commit {all_of('commit')}")
     return f"\nMeasured on {'; '.join(parts)}.\n"
+
+
+def _rates(low: float, high: float) -> str:
+    """A range of rates, given in GB/s: TB/s from 1000 GB/s on, else GB/s; one number where both read alike."""
+    unit = "TB/s" if high >= 1000 else "GB/s"
+    first, last = (f"{gbs / 1e3:.2f}" if high >= 1000 else f"{gbs:.0f}" for gbs in (low, high))
+    return f"{first} {unit}" if first == last else f"{first} to {last} {unit}"
 
 
 def on_latest_gpu(records: Sequence[Record]) -> list[Record]:

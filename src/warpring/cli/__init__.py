@@ -38,7 +38,7 @@ run a model
 
 check and measure
   warpring doctor                              what runs on this machine, and why not
-  warpring verify                              accuracy of every path against FP32 and FP64
+  warpring verify                              accuracy of every path against FP64
   warpring bench --model qwen3-30b-a3b --format mxfp8 --batches 1,2,4,8
   warpring tune --model qwen3-30b-a3b --format mxfp8      which path serves which batch here
 

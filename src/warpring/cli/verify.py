@@ -50,7 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--path",
         metavar="PATH,...",
-        help="warp, reference, classical (default: warp,classical on a GPU, reference,classical on a CPU)",
+        help="warp, tile, cores, grouped, classical, reference (default: warp,tile,classical on a GPU, "
+        "reference,classical on a CPU)",
     )
     parser.add_argument("--format", metavar="FORMAT,...", help="number formats (default: all six)")
     parser.add_argument("--batches", metavar="B,B,...", default="1,2,4,8,16,32,64", help="default %(default)s")
