@@ -23,7 +23,7 @@ from warpring.bench.records import environment
 from warpring.formats import FORMATS
 
 #: (num_tokens, hidden, intermediate, num_experts, topk)
-SIZES = [(1, 96, 160, 5, 2), (3, 160, 96, 7, 4), (40, 64, 32, 3, 2)]
+SIZES = [(1, 96, 160, 5, 2), (3, 160, 96, 7, 4), (40, 64, 32, 3, 2), (70, 64, 32, 2, 2)]
 MOST_ERROR = 4e-3
 
 

@@ -42,6 +42,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.setattr(policy, "DATA_DIR", tmp_path / "library")
     monkeypatch.setattr(policy, "tuned_dir", lambda: tmp_path / "tuned")
     monkeypatch.setattr(policy, "_gpu_name", lambda device: GPU_NAME)
+    monkeypatch.setattr(policy, "runs_kernels", lambda device: True)
     policy.forget()
 
     def put(library: list[Crossover] | None = None, tuned: list[Crossover] | None = None) -> None:
@@ -76,6 +77,16 @@ def test_gpu_switches_to_grouped_right_after_the_crossover(known: Callable[..., 
 def test_path_that_never_leads_is_never_taken(known: Callable[..., None]) -> None:
     known([crossover("warp", 0)])
     assert choose_path(Layer(torch.device("cuda", 0)), 1, 8) == "grouped"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gpu_too_old_for_our_kernels_is_grouped_at_every_batch(
+    known: Callable[..., None], monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    known([crossover("warp", 40), crossover("tile", 300)])
+    monkeypatch.setattr(policy, "runs_kernels", lambda device: False)
+    layer = Layer(torch.device("cuda", 0))
+    assert {choose_path(layer, tokens, 8, packed=packed) for tokens in (1, 16, 1000)} == {"grouped"}
 
 
 def test_packed_weights_on_a_cpu_are_grouped_at_every_batch() -> None:

@@ -29,6 +29,7 @@ import torch
 
 from warpring.errors import ArgumentError
 from warpring.formats import get_format
+from warpring.runtime.device import runs_kernels
 from warpring.runtime.jit import cache_dir
 
 #: Written into every file; a file of another schema is not read.
@@ -127,7 +128,7 @@ def choose_path(layer: Layer, num_tokens: int, topk: int, *, packed: bool = Fals
 
     Returns:
         On a GPU "tile" (packed) or "warp", on a CPU "cores", up to the crossover; beyond it, and for packed weights on
-        a CPU, "grouped".
+        a CPU or a GPU too old for our kernels, "grouped".
     """
     device, threads = layer.device, 0
     if device.type == "cuda":
@@ -143,6 +144,8 @@ def choose_path(layer: Layer, num_tokens: int, topk: int, *, packed: bool = Fals
 @lru_cache(maxsize=4096)
 def _max_tokens(device: torch.device, threads: int, path: str, format: str, *sizes: int) -> int:
     """`limit` by what is at hand at every call, without a name made of it; a CPU's name holds torch's threads."""
+    if device.type == "cuda" and not runs_kernels(device):
+        return 0
     hidden, intermediate, num_experts, topk = sizes
     return limit(device_name(device), path, format, hidden, intermediate, num_experts, topk).max_tokens
 

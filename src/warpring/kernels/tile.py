@@ -1,4 +1,6 @@
-"""The tile kernels' Python face: every wanted weight byte read once, at every batch, through the tensor cores.
+"""The tile kernels' Python face: every wanted weight byte read once a launch, through the tensor cores.
+
+A launch takes up to 512 (token, slot) pairs; an expert with more than 64 of them is read once for each 64.
 
 `moe_gate_up_tile` (tile_gate_up.cu) and `moe_down_tile` (tile_down.cu) read experts in tile layout (`warpring.layout`).
 """

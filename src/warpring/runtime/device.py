@@ -8,8 +8,18 @@ import torch
 
 from warpring.errors import UnsupportedError
 
-#: Architectures that every kernel is compiled for in the tests.
+#: Architectures that every kernel of one GPU is compiled for in the tests.
 TESTED_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+
+
+#: Least compute capability of our kernels, which use programmatic dependent launch.
+LEAST_CAPABILITY = (9, 0)
+
+
+@cache
+def runs_kernels(device: torch.device) -> bool:
+    """Whether a CUDA device is new enough for our kernels."""
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
 @cache
@@ -17,13 +27,13 @@ def arch_of(device_index: int) -> str:
     """NVRTC's name of the GPU's architecture, e.g. "sm_90a".
 
     Raises:
-        UnsupportedError: older than compute capability 9.0 (the kernels use programmatic dependent launch).
+        UnsupportedError: older than `LEAST_CAPABILITY`.
     """
     major, minor = torch.cuda.get_device_capability(device_index)
-    if major < 9:
+    if (major, minor) < LEAST_CAPABILITY:
         raise UnsupportedError(
-            f"warp kernels need a GPU of compute capability 9.0 or newer; got {major}.{minor} "
-            f"({torch.cuda.get_device_name(device_index)}). Use path='classical' or 'reference'."
+            f"our kernels need a GPU of compute capability 9.0 or newer; got {major}.{minor} "
+            f"({torch.cuda.get_device_name(device_index)}). Use path='auto', 'grouped' or 'reference'."
         )
     return f"sm_{major}{minor}a"
 
