@@ -177,6 +177,15 @@ def test_calls_of_several_python_threads_do_not_share_scratch() -> None:
     assert wrong == []
 
 
+def test_scratch_made_in_inference_mode_serves_calls_outside_of_it() -> None:
+    inputs = make_inputs(4, 96, 64, 6, 3, seed=9)
+    vars(cores._local).clear()
+    with torch.inference_mode():
+        first = run(inputs)
+    assert not cores._local.buffer.is_inference()
+    assert torch.equal(run(inputs), first)
+
+
 def test_no_memory_is_taken_with_out() -> None:
     inputs = make_inputs(4, 96, 64, 6, 3, seed=8)
     out = run(inputs)

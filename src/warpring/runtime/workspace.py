@@ -29,7 +29,9 @@ def scratch(num_bytes: int, device: torch.device, stream: torch.cuda.Stream) -> 
         buffer = _buffers.get(key)
         if buffer is None or buffer.numel() < num_bytes:
             # The old buffer returns to torch's allocator, which hands it out again in stream order only.
-            buffer = _buffers[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            # It outlives the call: not an inference tensor, whatever the mode that this call happens in.
+            with torch.inference_mode(False):
+                buffer = _buffers[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         yield buffer
 
 

@@ -136,5 +136,7 @@ def _scratch(num_bytes: int) -> torch.Tensor:
     """A buffer of this thread that grows and stays, so that calls allocate nothing."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < num_bytes:
-        buffer = _local.buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        # It outlives the call: an inference tensor could not be written by a later call of another mode.
+        with torch.inference_mode(False):
+            buffer = _local.buffer = torch.empty(num_bytes, dtype=torch.uint8)
     return buffer
