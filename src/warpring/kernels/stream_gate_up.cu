@@ -18,6 +18,7 @@
 // decide the order of sums: they depend on format and sizes, never on the batch.
 #include "stream_common.cuh"
 #include "activation.cuh"
+#include "tile_neuron.cuh"
 
 constexpr int kSplit = WARPRING_SPLIT;
 constexpr int kChunks = WARPRING_CHUNKS;
@@ -46,17 +47,6 @@ struct Smem {
     Routing routing;
 };
 static_assert(sizeof(Smem) <= WARPRING_SMEM_BYTES, "kernels/stream.py computes the same size");
-
-struct Args {
-    const uint16_t* gmem_x;
-    int64_t x_stride;
-    const float* gmem_matrix_scale;
-    const float* gmem_row_scale;
-    const float* gmem_block_scale;
-    const float* gmem_bias;
-    float alpha, limit, up_offset;
-    uint16_t* gmem_act;
-};
 
 // The columns of one expert.
 struct Wanted {
@@ -99,23 +89,6 @@ __device__ __forceinline__ void produce(Smem& smem, const uint8_t* gmem_records,
 
 // ---- finisher: the shares of all consumers become activations --------------------------------------------------------
 
-// What one lane needs to finish one neuron.
-struct Neuron {
-    float gate_scale, up_scale, gate_bias, up_bias;
-
-    __device__ __forceinline__ Neuron(const Args& args, int64_t expert, int neuron) {
-        const int64_t gate = expert * 2 * kIntermediate + neuron, up = gate + kIntermediate;
-        gate_scale = args.gmem_matrix_scale[expert * 2];
-        up_scale = args.gmem_matrix_scale[expert * 2 + 1];
-        if (args.gmem_row_scale != nullptr) {
-            gate_scale *= args.gmem_row_scale[gate];
-            up_scale *= args.gmem_row_scale[up];
-        }
-        gate_bias = args.gmem_bias != nullptr ? args.gmem_bias[gate] : 0.f;
-        up_bias = args.gmem_bias != nullptr ? args.gmem_bias[up] : 0.f;
-    }
-};
-
 __device__ __forceinline__ void finish(Smem& smem, const Args& args, int first, int last, int lane) {
     const int row = lane % 8, column = lane / 8;  // and column + 4
     Turn<kSlots> turn;
@@ -123,7 +96,8 @@ __device__ __forceinline__ void finish(Smem& smem, const Args& args, int first, 
     for (int item = first; item < last; ++item) {
         const Wanted wanted(smem.routing, item / kPanels);
         const int neuron = item % kPanels * 8 + row;
-        const Neuron constants(args, wanted.expert, neuron);  // on its way while the consumers work
+        Neuron constants;
+        constants.load(args, wanted.expert, neuron);  // on its way while the consumers work
 #pragma unroll 1
         for (int base = 0; base < wanted.count; base += kColumns) {
             wait(smem_address(&smem.parts_full[turn.stage]), turn.parity);
