@@ -77,15 +77,16 @@ def parse_list(option: str, text: str, known: tuple[str, ...]) -> list[str]:
     return words
 
 
-def parse_batches(text: str) -> list[int]:
-    """The comma-separated token counts of `text`, each at least 1."""
+def parse_counts(option: str, text: str, most: int | None = None) -> list[int]:
+    """The comma-separated counts of `text`, each at least 1, and at most `most` where there is such a limit."""
     try:
-        batches = [int(word) for word in text.split(",")]
+        counts = [int(word) for word in text.split(",")]
     except ValueError:
-        batches = []
-    if not batches or min(batches) < 1:
-        raise ArgumentError(f"--batches must be counts of at least 1, as in 1,2,4; got {text!r}.")
-    return batches
+        counts = []
+    if not counts or min(counts) < 1 or (most is not None and max(counts) > most):
+        bounds = "at least 1" if most is None else f"1 to {most}"
+        raise ArgumentError(f"{option} must be counts of {bounds}, as in 1,2,4; got {text!r}.")
+    return counts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -149,7 +150,7 @@ def plan(args: argparse.Namespace) -> tuple[list[LayerBench], list[int], list[st
         LayerBench(shape, format, args.routing, device, args.repeats, args.seed, load)
         for format in parse_list("--format", args.format, FORMATS)
     ]
-    return benches, parse_batches(args.batches), parse_list("--path", paths, PATHS)
+    return benches, parse_counts("--batches", args.batches), parse_list("--path", paths, PATHS)
 
 
 def choose_device(text: str | None) -> torch.device:

@@ -53,11 +53,12 @@ def run(args: argparse.Namespace) -> int:
     from warpring.bench.records import FORMATS, append
     from warpring.bench.shapes import parse_shape
     from warpring.bench.torchrun import process_group
-    from warpring.cli.bench import choose_device, parse_list
+    from warpring.cli.bench import choose_device, parse_counts, parse_list
+    from warpring.expert_parallel.problem import MAX_TOKENS_PER_RANK
 
     shape = parse_shape(args.shape or args.model or "deepseek-v4-flash")
     (format,) = parse_list("--format", args.format, FORMATS)[:1]
-    tokens, variants = parse_counts("--tokens", args.tokens), _variants(args)
+    tokens, variants = parse_counts("--tokens", args.tokens, MAX_TOKENS_PER_RANK), _variants(args)
     if args.windows < 1:
         raise ArgumentError(f"--windows must be at least 1; got {args.windows}.")
     with process_group(choose_device(args.device)) as (group, device):
@@ -73,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _variants(args: argparse.Namespace) -> list[Variant]:
     from warpring.bench.expert_parallel import Variant
-    from warpring.cli.bench import parse_list
+    from warpring.cli.bench import parse_counts, parse_list
 
     impls: Any = parse_list("--impl", args.impl, ("warpring", "shared", "nccl"))
     forms: Any = parse_list("--activation", args.activation, ("fp8", "bf16"))
-    splits: list[int | None] = [None] if args.comm_sms is None else list(parse_counts("--comm-sms", args.comm_sms))
+    splits: list[int | None] = [None] if args.comm_sms is None else list(parse_counts("--comm-sms", args.comm_sms, 256))
     found: list[Variant] = []
     for impl in impls:
         if impl == "nccl":
@@ -86,14 +87,3 @@ def _variants(args: argparse.Namespace) -> list[Variant]:
         for form in forms:
             found += [Variant(impl, sms, activation=form) for sms in (splits if impl == "warpring" else [None])]
     return list(dict.fromkeys(found))
-
-
-def parse_counts(option: str, text: str) -> list[int]:
-    """The comma-separated counts of `text`, each 1 to 256."""
-    try:
-        counts = [int(word) for word in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or not all(1 <= count <= 256 for count in counts):
-        raise ArgumentError(f"{option} must be counts of 1 to 256, as in 1,8,64; got {text!r}.")
-    return counts

@@ -51,13 +51,14 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from warpring.bench.shapes import parse_shape
-    from warpring.cli.ep_bench import parse_counts
+    from warpring.cli.bench import parse_counts
+    from warpring.expert_parallel.problem import MAX_TOKENS_PER_RANK
     from warpring.expert_parallel.simulate import Workload, best_split, predict
 
     shape = parse_shape(args.shape or args.model or "deepseek-v4-flash")
     machine = _machine(args)
     rows: list[tuple[int, Prediction]] = []
-    for tokens in parse_counts("--tokens", args.tokens):
+    for tokens in parse_counts("--tokens", args.tokens, MAX_TOKENS_PER_RANK):
         load = Workload(
             shape.hidden, shape.intermediate, shape.num_experts, shape.topk,
             args.ranks, tokens, args.format, args.activation, args.skew,

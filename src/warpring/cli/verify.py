@@ -83,13 +83,13 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from warpring.bench.records import append
-    from warpring.cli.bench import choose_device, parse_batches, parse_list
+    from warpring.cli.bench import choose_device, parse_counts, parse_list
     from warpring.decode import PATHS
     from warpring.formats import FORMATS
     from warpring.verify import report
 
     device = choose_device(args.device)
-    batches = parse_batches(args.batches)
+    batches = parse_counts("--batches", args.batches)
     formats = parse_list("--format", args.format, tuple(FORMATS)) if args.format else list(FORMATS)
     default = "warp,tile,classical" if device.type == "cuda" else "reference,classical"
     paths = parse_list("--path", args.path or default, tuple(path for path in PATHS if path != "auto"))

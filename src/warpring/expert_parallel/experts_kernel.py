@@ -34,14 +34,9 @@ def _up(num_bytes: int) -> int:
     return ceil_div(num_bytes, 128) * 128
 
 
-def experts_spec(problem: Problem) -> KernelSpec:
-    """The kernel of role2 for this layer; it runs on sm_90a.
-
-    Raises:
-        UnsupportedError: a weight format without a policy.
-    """
-    stages = num_stages(problem)  # names a format without a policy
-    macros = [
+def problem_macros(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """What every kernel of the layer has compiled in."""
+    return (
         ("WARPRING_HIDDEN", str(problem.hidden)),
         ("WARPRING_INTERMEDIATE", str(problem.intermediate)),
         ("WARPRING_TOPK", str(problem.topk)),
@@ -50,6 +45,18 @@ def experts_spec(problem: Problem) -> KernelSpec:
         ("WARPRING_NUM_SHARED", str(problem.num_shared)),
         ("WARPRING_BLOCK_M", str(problem.tokens_per_block)),
         ("WARPRING_ACTIVATION_FP8", str(int(problem.activation == "fp8"))),
+    )
+
+
+def experts_spec(problem: Problem) -> KernelSpec:
+    """The kernel of role2 for this layer; it runs on sm_90a.
+
+    Raises:
+        UnsupportedError: a weight format without a policy.
+    """
+    stages = num_stages(problem)  # names a format without a policy
+    macros = [
+        *problem_macros(problem),
         ("WARPRING_FORMAT", POLICIES[problem.format]),
         ("WARPRING_STAGES", str(stages)),
         ("WARPRING_SMEM_BYTES", str(SMEM_BYTES)),

@@ -11,7 +11,7 @@ import torch
 
 from warpring.errors import ArgumentError, PeerTimeoutError, PoisonedError, WarpringError, WorkspaceBusyError
 from warpring.expert_parallel.call import Call
-from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS, experts_spec
+from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS, experts_spec, problem_macros
 from warpring.expert_parallel.flags import COMBINE_THREADS, DISPATCH_THREADS, SHARED_THREADS, Code, Flag
 from warpring.expert_parallel.packing import EpWeights
 from warpring.expert_parallel.problem import Problem
@@ -55,17 +55,7 @@ def role_specs(problem: Problem) -> RoleSpecs:
     Raises:
         UnsupportedError: the kernels have no policy for the weights' format.
     """
-    common = (
-        ("WARPRING_HIDDEN", str(problem.hidden)),
-        ("WARPRING_INTERMEDIATE", str(problem.intermediate)),
-        ("WARPRING_TOPK", str(problem.topk)),
-        ("WARPRING_EXPERTS", str(problem.num_experts)),
-        ("WARPRING_LOCAL_EXPERTS", str(problem.num_local_experts)),
-        ("WARPRING_NUM_SHARED", str(problem.num_shared)),
-        ("WARPRING_BLOCK_M", str(problem.tokens_per_block)),
-        ("WARPRING_ACTIVATION_FP8", "1" if problem.activation == "fp8" else "0"),
-        ("WARPRING_EP_PARAMS_BYTES", str(ctypes.sizeof(EpParams))),
-    )
+    common = (*problem_macros(problem), ("WARPRING_EP_PARAMS_BYTES", str(ctypes.sizeof(EpParams))))
 
     def by_index(entry: str) -> dict[torch.dtype, KernelSpec]:
         names = {torch.int32: "int32_t", torch.int64: "int64_t"}
