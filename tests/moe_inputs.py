@@ -28,6 +28,11 @@ class Inputs:
         )
 
 
+def rows_of(inputs: Inputs, rows: slice) -> Inputs:
+    """The call for these tokens alone."""
+    return Inputs(inputs.x[rows], inputs.experts, inputs.topk_idx[rows], inputs.topk_weights[rows])
+
+
 def make_inputs(
     num_tokens: int,
     hidden: int,

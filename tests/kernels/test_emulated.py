@@ -1,4 +1,4 @@
-"""The warp and tile kernels' sources, run on the CPU by tests/emulator: the rules of the GPU tests, without a GPU.
+"""The layer kernels' sources, run on the CPU by tests/emulator: the rules of the GPU tests, without a GPU.
 
 Every tensor ends where the next access faults, shared memory starts as NaN, and seeds decide the order of threads.
 """
@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from emulator import EmulationError, emulated_gpu, guarded, unusable_reason
-from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error
+from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
 
 from warpring import GELU_TANH, SILU, Activation, clipped_swiglu, gpt_oss_swiglu, moe_exact, pack_experts
 from warpring.formats import FORMATS
-from warpring.kernels import tile, warp
+from warpring.kernels import stream, tile, warp
+from warpring.kernels.stream_layout import pack_stream_experts
 from warpring.runtime.jit import KERNEL_DIR
 
 pytestmark = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
@@ -47,6 +48,10 @@ def run_tile(inputs: Inputs, **kwargs: Any) -> torch.Tensor:
     return _run(tile, tile.moe_tile, inputs, pack_experts(inputs.experts), **kwargs)
 
 
+def run_stream(inputs: Inputs, **kwargs: Any) -> torch.Tensor:
+    return _run(stream, stream.moe_stream, inputs, pack_stream_experts(inputs.experts), **kwargs)
+
+
 def _run(
     face: ModuleType,
     layer: Callable[..., None],
@@ -66,10 +71,8 @@ def _run(
 
 
 PATHS = pytest.mark.parametrize("run", [run_warp, run_tile], ids=["warp", "tile"])
-
-
-def rows_of(inputs: Inputs, rows: slice) -> Inputs:
-    return Inputs(inputs.x[rows], inputs.experts, inputs.topk_idx[rows], inputs.topk_weights[rows])
+#: The stream kernels have tests of their own where configurations matter (test_stream.py).
+ALL_KERNELS = pytest.mark.parametrize("run", [run_warp, run_tile, run_stream], ids=["warp", "tile", "stream"])
 
 
 @PATHS
@@ -85,22 +88,24 @@ def test_values_and_bits(run: Runner, format: str) -> None:
         assert torch.equal(run(rows_of(inputs, rows), seed=rows.start), whole[rows])
 
 
-@PATHS
+@ALL_KERNELS
 @pytest.mark.parametrize("activation", [SILU, gpt_oss_swiglu(), clipped_swiglu(0.5), GELU_TANH], ids=str)
 def test_every_activation(run: Runner, activation: Activation) -> None:
     inputs = make_inputs(3, *SHAPE, activation=activation, bias=True, seed=5)
     check_against_exact(run(inputs, seed=1), inputs)
 
 
-@PATHS
-@pytest.mark.parametrize("shape", [(5, 64, 32, 8, 2), (1, 256, 32, 4, 2), (2, 32, 160, 40, 32)], ids=str)
+@ALL_KERNELS
+@pytest.mark.parametrize(
+    "shape", [(5, 64, 32, 8, 2), (1, 256, 32, 4, 2), (2, 32, 160, 40, 32), (7, 96, 192, 5, 2)], ids=str
+)
 def test_other_shapes_and_int32_ids(run: Runner, shape: tuple[int, int, int, int, int]) -> None:
     format = "fp8_block" if shape[1] == 256 else "mxfp4"
     inputs = make_inputs(*shape, format=format, index_dtype=torch.int32, seed=sum(shape))
     check_against_exact(run(inputs, seed=2), inputs)
 
 
-@PATHS
+@ALL_KERNELS
 def test_unused_slots_duplicates_and_foreign_ids(run: Runner) -> None:
     inputs = make_inputs(5, *SHAPE, bias=True, seed=14)
     inputs.topk_idx[0, 1] = -1
@@ -116,7 +121,7 @@ def test_unused_slots_duplicates_and_foreign_ids(run: Runner) -> None:
         assert torch.equal(run(foreign), y)
 
 
-@PATHS
+@ALL_KERNELS
 def test_nan_in_a_weight_or_in_x_stays_where_it_belongs(run: Runner) -> None:
     inputs = make_inputs(9, *SHAPE, seed=15)
     inputs.topk_idx[:] = torch.arange(9)[:, None] % 2 + torch.tensor([0, 2, 4])

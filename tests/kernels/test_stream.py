@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from emulator import EmulationError, emulated_gpu, guarded, unusable_reason
-from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error
+from moe_inputs import Inputs, check_against_exact, make_inputs, rows_of
 
-from warpring import GELU_TANH, SILU, Activation, Experts, PackedExperts, clipped_swiglu, gpt_oss_swiglu, moe_exact
+from warpring import Experts, PackedExperts
 from warpring.errors import UnsupportedError
 from warpring.formats import FORMATS
 from warpring.kernels import stream
@@ -145,10 +145,6 @@ def emulated(
     return out
 
 
-def rows_of(inputs: Inputs, rows: slice) -> Inputs:
-    return Inputs(inputs.x[rows], inputs.experts, inputs.topk_idx[rows], inputs.topk_weights[rows])
-
-
 @EMULATED
 @pytest.mark.parametrize("format", FORMATS)
 def test_values_and_bits(format: str) -> None:
@@ -165,23 +161,6 @@ def test_values_and_bits(format: str) -> None:
 
 
 @EMULATED
-@pytest.mark.parametrize("activation", [SILU, gpt_oss_swiglu(), clipped_swiglu(0.5), GELU_TANH], ids=str)
-def test_every_activation(activation: Activation) -> None:
-    inputs = make_inputs(3, *SHAPE, activation=activation, bias=True, seed=5)
-    check_against_exact(emulated(inputs, seed=1), inputs)
-
-
-@EMULATED
-@pytest.mark.parametrize(
-    "shape", [(5, 64, 32, 8, 2), (1, 256, 32, 4, 2), (2, 32, 160, 40, 32), (7, 96, 192, 5, 2)], ids=str
-)
-def test_other_shapes_and_int32_ids(shape: tuple[int, int, int, int, int]) -> None:
-    format = "fp8_block" if shape[1] == 256 else "mxfp4"
-    inputs = make_inputs(*shape, format=format, index_dtype=torch.int32, seed=sum(shape))
-    check_against_exact(emulated(inputs, seed=2), inputs)
-
-
-@EMULATED
 def test_several_chunks_a_panel_and_runs_aligned_to_scale_blocks() -> None:
     """2048 columns of fp8_block are two chunks of four records a warp: scales are requested ahead of the weights."""
     inputs = make_inputs(3, 2048, 128, 3, 2, format="fp8_block", seed=6)
@@ -190,35 +169,12 @@ def test_several_chunks_a_panel_and_runs_aligned_to_scale_blocks() -> None:
 
 
 @EMULATED
-def test_unused_slots_duplicates_and_foreign_ids() -> None:
+def test_the_same_expert_twice_in_the_only_token_and_no_expert_at_all() -> None:
     inputs = make_inputs(5, *SHAPE, bias=True, seed=14)
-    inputs.topk_idx[0, 1] = -1
-    inputs.topk_idx[1] = -1
-    inputs.topk_idx[2] = 3
-    inputs.topk_weights[inputs.topk_idx < 0] = torch.nan
-    y = emulated(inputs, seed=3)
-    assert rms_rel_error(y, moe_exact(*inputs.args())) < 4e-3
-    assert (y[1] == 0).all()
-    for bad in (6, 2**31 - 1, 2**40, -2, -(2**40)):
-        foreign = Inputs(inputs.x, inputs.experts, inputs.topk_idx.clone(), inputs.topk_weights)
-        foreign.topk_idx[0, 1] = bad
-        assert torch.equal(emulated(foreign), y)
     one = Inputs(inputs.x[:1], inputs.experts, torch.tensor([[0, 3, 3]]), inputs.topk_weights[2:3])
     check_against_exact(emulated(one, together("mxfp8", *SHAPE[:3], 3, 1)), one)
-    assert (emulated(Inputs(inputs.x, inputs.experts, inputs.topk_idx * 0 - 1, inputs.topk_weights)) == 0).all()
-
-
-@EMULATED
-def test_nan_in_a_weight_or_in_x_stays_where_it_belongs() -> None:
-    inputs = make_inputs(9, *SHAPE, seed=15)
-    inputs.topk_idx[:] = torch.arange(9)[:, None] % 2 + torch.tensor([0, 2, 4])
-    inputs.experts.w2.data.view(torch.uint8)[1, 17, 5] = 0x7F
-    inputs.x[4, 3] = torch.nan
-    y = emulated(inputs, seed=4)
-    expected = torch.zeros_like(y, dtype=torch.bool)
-    expected[1::2, 17] = True
-    expected[4] = True
-    assert torch.equal(y.isnan(), expected)
+    nobody = torch.full_like(inputs.topk_weights, torch.nan)
+    assert (emulated(Inputs(inputs.x, inputs.experts, inputs.topk_idx * 0 - 1, nobody)) == 0).all()
 
 
 @EMULATED
