@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from warpring.bench.expert_parallel import EpBench, Variant, skewed
-from warpring.bench.records import load
+from warpring.bench import expert_parallel
+from warpring.bench.expert_parallel import EpBench, Variant, describe, skewed
+from warpring.bench.records import load, validate
 from warpring.bench.shapes import LayerShape
-from warpring.errors import ArgumentError
+from warpring.errors import ArgumentError, WarpringError
+from warpring.expert_parallel import ExpertParallelDecode
 
 ROOT = Path(__file__).parents[2]
 SHAPE = LayerShape("h64xi96xe8xk3", 64, 96, 8, 3)
@@ -21,6 +24,7 @@ SHAPE = LayerShape("h64xi96xe8xk3", 64, 96, 8, 3)
 _RANK = """
 import sys
 import torch
+from warpring.bench import expert_parallel
 from warpring.bench.expert_parallel import EpBench, Variant
 from warpring.bench.records import append
 from warpring.bench.shapes import LayerShape
@@ -55,6 +59,7 @@ def test_two_ranks_write_one_record_a_variant_and_count(tmp_path: Path) -> None:
         assert rec["hbm_gbs"] * rec["p50_us"] == pytest.approx(rec["weight_floor_us"] * rec["read_peak_gbs"], rel=0.01)
         assert rec["p10_us"] <= rec["p50_us"] <= rec["p90_us"]
         assert 1 <= rec["skew"] <= 2
+        assert rec["asked_skew"] == 1.5
     assert all(rec["cosine_min"] > 0.99 for rec in records if rec["impl"] == "warpring")
     by_form = {rec["activation"]: rec["cosine_min"] for rec in records if rec["impl"] == "warpring"}
     assert by_form["bf16"] > by_form["fp8"]
@@ -65,6 +70,42 @@ def test_one_rank_needs_no_group() -> None:
     ((rec,),) = bench.run([2], [Variant()])
     assert (rec["num_ranks"], rec["experts_per_rank"], rec["skew"]) == (1, 8, 1.0)
     assert "cosine_min" not in rec
+
+
+def test_variant_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    unbuilt, late = Variant(comm_sms=1), Variant(block_m=16)
+
+    class Faulty(ExpertParallelDecode):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            if options["comm_sms"] == 1:
+                raise ArgumentError("no such partition")
+            super().__init__(*args, **options)
+
+        def check(self) -> None:
+            super().check()
+            if self.problem.tokens_per_block == 16:
+                raise WarpringError("rank 1 is late")
+
+    monkeypatch.setattr(expert_parallel, "ExpertParallelDecode", Faulty)
+    bench = EpBench(SHAPE, "mxfp4", None, torch.device("cpu"), windows=1)
+    for count, records in zip((2, 3), bench.run([2, 3], [unbuilt, Variant(), late]), strict=True):
+        for rec in records:
+            validate(rec)
+            assert rec["tokens_per_rank"] == count
+        assert [rec.get("failed") for rec in records] == ["no such partition", None, "rank 1 is late"]
+        assert ["p50_us" in rec for rec in records] == [False, True, False]
+        assert (records[0]["comm_sms"], records[2]["block_m"]) == (1, 16)
+        assert "failed: no such partition" in describe(records[0])
+
+
+def test_variant_with_a_wrong_output_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: Any) -> None:
+        raise WarpringError("cosine 0.5")
+
+    monkeypatch.setattr(EpBench, "_check", wrong)
+    bench = EpBench(SHAPE, "mxfp4", None, torch.device("cpu"), windows=1)
+    ((rec,),) = bench.run([2], [Variant()])
+    assert rec["failed"] == "cosine 0.5"
 
 
 @pytest.mark.parametrize("skew", [1.0, 1.25, 1.6, 2.0])

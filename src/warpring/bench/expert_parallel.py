@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -122,13 +124,15 @@ class EpBench:
     def run(self, tokens: Sequence[int], variants: Sequence[Variant]) -> Iterator[list[Record]]:
         """Measure; yields one record a variant for each count of tokens a rank. A collective of the group.
 
+        A variant that cannot be built, that fails, or whose output is not that of the baseline costs the others
+        nothing: its records have no time, and say in `failed` what went wrong.
+
         Args:
             tokens: tokens a rank, each 1 to 256.
             variants: distinct; all are built at once and stay in memory.
 
         Raises:
             ArgumentError: tokens, variants or a skew that cannot be.
-            WarpringError: a variant whose output is not that of the baseline.
         """
         if not tokens or min(tokens) < 1 or not variants or len(set(variants)) < len(variants):
             raise ArgumentError(
@@ -138,23 +142,30 @@ class EpBench:
         local = replace(self.shape, num_experts=self.shape.num_experts // self.num_ranks, topk=1)
         experts = random_experts(local, self.format, self.device, self.seed + self.rank)
         shared = self._shared_experts() if any(variant.shared for variant in variants) else None
-        layers = {variant: self._build(variant, experts, shared, max(tokens)) for variant in variants}
+        built = _Built(self._everyone)
+        for variant in variants:
+            built.attempt(variant, partial(self._build, variant, experts, shared, max(tokens)), keep=True)
         reference = AllToAllExpertParallel(experts, self.group) if self.num_ranks > 1 else None
         try:
             for count in tokens:
                 calls = [self._inputs(count, index) for index in range(ROUTINGS)]
                 load = self._load(calls, experts)
-                cosines = {variant: self._check(variant, layers[variant], reference, calls[0]) for variant in variants}
-                timings = self._time(layers, calls)
+                cosines = {
+                    variant: built.attempt(variant, partial(self._check, variant, layer, reference, calls[0]))
+                    for variant, layer in list(built.layers.items())
+                }
+                timings = self._time(built.layers, calls)
+                for variant, layer in list(built.layers.items()):
+                    built.attempt(variant, partial(_raise_failure, layer))
                 common = self._common(count, load, read_gbs, link_gbs)
                 yield [
-                    self._record(variant, layers[variant], load, timings[variant], cosines[variant], common)
+                    self._record(variant, built.layers[variant], load, timings[variant], cosines[variant], common)
+                    if variant in built.layers
+                    else self._failure(variant, built.failed[variant], common)
                     for variant in variants
                 ]
         finally:
-            for layer in layers.values():
-                if isinstance(layer, ExpertParallelDecode):
-                    layer.close()
+            built.close()
 
     def problem(self, variant: Variant, max_tokens: int) -> Problem:
         """The layer of a variant."""
@@ -242,7 +253,7 @@ class EpBench:
         mine = torch.nn.functional.cosine_similarity(wanted, got, dim=1).min().cpu()
         lowest = float(min(self._gather(mine)))
         if not lowest >= LEAST_COSINE:
-            raise WarpringError(f"EpBench: {variant} gives a cosine of {lowest:.6f} with the baseline.")
+            raise WarpringError(f"cosine {lowest:.6f} with the baseline, at least {LEAST_COSINE} is asked")
         return lowest
 
     def _time(self, layers: dict[Variant, Layer], calls: Sequence[Inputs]) -> dict[Variant, Timing]:
@@ -290,6 +301,10 @@ class EpBench:
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's CPU tensor."""
+        return self._everyone(mine)
+
+    def _everyone(self, mine: Any) -> list[Any]:
+        """Every rank's object."""
         if self.group is None:
             return [mine]
         found: list[Any] = [None] * self.num_ranks
@@ -331,6 +346,7 @@ class EpBench:
             "topk": self.shape.topk,
             "routing": self.routing,
             "skew": round(load.skew, 3),
+            "asked_skew": self.skew,
             "weight_floor_us": _rounded(load.weight_bytes / read_gbs / 1e3),
         }
         if link_gbs:
@@ -342,19 +358,13 @@ class EpBench:
     ) -> Record:
         seconds = timing.p50_us * 1e-6
         operations = 2 * 3 * load.pairs / self.num_ranks * self.shape.hidden * self.shape.intermediate
-        baseline = variant.impl == "nccl"
-        activation = "bf16" if baseline else variant.activation
         fields: dict[str, Any] = {
             **common,
-            "impl": variant.impl,
-            "format": "bf16" if baseline else self.format,
+            **self._what(variant),
             "repeats": timing.repeats,
             "p10_us": timing.p10_us,
             "p50_us": timing.p50_us,
             "p90_us": timing.p90_us,
-            "wire": activation,
-            "activation": activation,
-            "shared_expert": "fused" if variant.shared else "none",
             "tflops": _rounded(operations / seconds / 1e12),
             "hbm_gbs": _rounded(load.weight_bytes / seconds / 1e9),
         }
@@ -362,18 +372,83 @@ class EpBench:
             fields["cosine_min"] = cosine
         if isinstance(layer, ExpertParallelDecode):
             fields["block_m"] = layer.problem.tokens_per_block
-            fields["overlap"] = variant.impl != "shared"
-            if variant.num_slots is not None:
-                fields["ring_blocks"] = variant.num_slots
             if (counts := layer.sm_counts) is not None:
                 fields |= {"comm_sms": counts.comm_sms, "compute_sms": counts.compute_sms, "note": variant.partition}
         return record("expert_parallel", device=self.device, **fields)
 
+    def _failure(self, variant: Variant, reason: str, common: dict[str, Any]) -> Record:
+        """A point without a time: what was asked for, and why there is none."""
+        asked = {"comm_sms": variant.comm_sms, "block_m": variant.block_m, "note": variant.partition}
+        fields = {name: value for name, value in asked.items() if value is not None}
+        return record("expert_parallel", device=self.device, **common, **self._what(variant), **fields, failed=reason)
+
+    def _what(self, variant: Variant) -> dict[str, Any]:
+        """Fields that say what a variant is."""
+        baseline = variant.impl == "nccl"
+        activation = "bf16" if baseline else variant.activation
+        fields: dict[str, Any] = {
+            "impl": variant.impl,
+            "format": "bf16" if baseline else self.format,
+            "wire": activation,
+            "activation": activation,
+            "shared_expert": "fused" if variant.shared else "none",
+        }
+        if not baseline:
+            fields["overlap"] = variant.impl != "shared"
+        if variant.num_slots is not None:
+            fields["ring_blocks"] = variant.num_slots
+        return fields
+
+
+class _Built:
+    """The variants' layers, and why some of them are not there (any more); the same on every rank."""
+
+    def __init__(self, everyone: Callable[[Any], list[Any]]) -> None:
+        self.layers: dict[Variant, Layer] = {}
+        self.failed: dict[Variant, str] = {}
+        self._everyone = everyone
+
+    def attempt(self, variant: Variant, step: Callable[[], Any], *, keep: bool = False) -> Any:
+        """The step's result, kept as the variant's layer or not; None, and no such layer, where any rank fails."""
+        result, reason = None, ""
+        try:
+            result = step()
+        except WarpringError as error:
+            reason = str(error)
+        if keep and result is not None:
+            self.layers[variant] = result
+        if reason := next(filter(None, self._everyone(reason)), ""):
+            self.failed[variant] = reason
+            if variant in self.layers:
+                _close(self.layers.pop(variant))
+            return None
+        return result
+
+    def close(self) -> None:
+        """Close all layers."""
+        for layer in self.layers.values():
+            _close(layer)
+
+
+def _raise_failure(layer: Layer) -> None:
+    """Raise what the layer's kernels reported while they were timed."""
+    if isinstance(layer, ExpertParallelDecode):
+        layer.check()
+
+
+def _close(layer: Layer) -> None:
+    """Close a layer; one that failed has said so already."""
+    if isinstance(layer, ExpertParallelDecode):
+        with suppress(WarpringError):
+            layer.close()
+
 
 def describe(rec: Record) -> str:
     """One line of a record."""
-    split = f" {rec['comm_sms']}+{rec['compute_sms']}" if "comm_sms" in rec else ""
+    split = f" {rec['comm_sms']}+{rec['compute_sms']}" if "compute_sms" in rec else ""
     what = f"{rec['model']} {rec['format']} {rec['impl']}{split} act {rec['activation']} shared {rec['shared_expert']}"
+    if "failed" in rec:
+        return f"{what} T={rec['tokens_per_rank']} skew {rec['skew']}  failed: {rec['failed']}"
     time_us = f"{rec['p50_us']:.1f} us [{rec['p10_us']:.1f}, {rec['p90_us']:.1f}]"
     cosine = f"  cosine {rec['cosine_min']:.6f}" if "cosine_min" in rec else ""
     return (
