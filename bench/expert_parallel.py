@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from warpring.bench.expert_parallel import EpBench, Variant, describe
+from warpring.bench.ep_variants import Variant
+from warpring.bench.expert_parallel import EpBench, describe
 from warpring.bench.records import append
 from warpring.bench.shapes import MODELS, LayerShape
 from warpring.bench.torchrun import process_group
@@ -42,7 +43,7 @@ def bar(num_ranks: int) -> Iterator[Work]:
             yield shape, format, 1.0, TOKENS, ours if format == "mxfp4" else (*ours, Variant(impl="nccl"))
             eighth = replace(shape, name=f"{name}-ep8", num_experts=EIGHTH * num_ranks)
             yield eighth, format, 1.0, TOKENS, ours[:1]
-        yield shape, "mxfp4", 1.0, TOKENS, (Variant(), Variant(shared=True))
+        yield shape, "mxfp4", 1.0, TOKENS, (Variant(), Variant(shared="fused"))
 
 
 def ablation(num_ranks: int) -> Iterator[Work]:
@@ -52,10 +53,11 @@ def ablation(num_ranks: int) -> Iterator[Work]:
     yield shape, "mxfp4", 1.0, tokens, (*splits, Variant(partition="streams"), Variant(impl="shared"))
     yield shape, "mxfp4", 1.0, tokens, tuple(Variant(block_m=block_m) for block_m in (8, 16, 32, 64))
     yield shape, "mxfp4", 1.0, tokens, tuple(Variant(num_slots=slots) for slots in (16, 32, 64, 128))
-    yield shape, "mxfp4", 1.0, tokens, (Variant(), Variant(activation="bf16"), Variant(shared=True))
+    yield shape, "mxfp4", 1.0, tokens, (Variant(), Variant(activation="bf16"), Variant(shared="fused"))
     for skew in (1.25, 1.5, 2.0):
         if skew <= num_ranks:
             yield shape, "mxfp4", skew, tokens, (Variant(), Variant(impl="shared"))
+    yield shape, "mxfp4", 1.0, tokens, (Variant(shared="fused"), Variant(shared="separate"))
 
 
 SWEEPS = {"bar": bar, "ablation": ablation}

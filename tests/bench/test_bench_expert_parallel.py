@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from warpring.bench import expert_parallel
-from warpring.bench.expert_parallel import EpBench, Variant, describe, skewed
+from warpring.bench.ep_inputs import skewed
+from warpring.bench.ep_variants import SharedApart, Variant
+from warpring.bench.expert_parallel import EpBench, describe
+from warpring.bench.inputs import random_experts
 from warpring.bench.records import load, validate
 from warpring.bench.shapes import LayerShape
 from warpring.errors import ArgumentError, WarpringError
-from warpring.expert_parallel import ExpertParallelDecode
+from warpring.expert_parallel import ExpertParallelDecode, Problem
 
 ROOT = Path(__file__).parents[2]
 SHAPE = LayerShape("h64xi96xe8xk3", 64, 96, 8, 3)
@@ -25,7 +29,8 @@ _RANK = """
 import sys
 import torch
 from warpring.bench import expert_parallel
-from warpring.bench.expert_parallel import EpBench, Variant
+from warpring.bench.ep_variants import Variant
+from warpring.bench.expert_parallel import EpBench
 from warpring.bench.records import append
 from warpring.bench.shapes import LayerShape
 from warpring.bench.torchrun import process_group
@@ -63,6 +68,34 @@ def test_two_ranks_write_one_record_a_variant_and_count(tmp_path: Path) -> None:
     assert all(rec["cosine_min"] > 0.99 for rec in records if rec["impl"] == "warpring")
     by_form = {rec["activation"]: rec["cosine_min"] for rec in records if rec["impl"] == "warpring"}
     assert by_form["bf16"] > by_form["fp8"]
+
+
+def test_shared_experts_apart_add_what_fused_ones_add() -> None:
+    problem = Problem(64, 96, 8, 3, 1, 4, format="mxfp4", activation="bf16", num_shared=1)
+    routed = random_experts(SHAPE, "mxfp4", torch.device("cpu"), 1)
+    shared = random_experts(replace(SHAPE, num_experts=1, topk=1), "fp8_block", torch.device("cpu"), 2)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, 64, generator=generator).bfloat16()
+    topk_idx = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(4)])
+    call = (x, topk_idx, torch.rand(4, 3, generator=generator))
+    with (
+        ExpertParallelDecode(problem, None, routed, shared=shared) as fused,
+        ExpertParallelDecode(replace(problem, num_shared=0), None, routed) as alone,
+    ):
+        expected, got = fused(*call).double(), SharedApart(alone, shared)(*call).double()
+        assert float((got - expected).norm() / expected.norm()) < 0.01
+        assert float((got - alone(*call).double()).norm() / expected.norm()) > 0.1
+
+
+def test_record_names_what_was_not_left_to_the_layer() -> None:
+    shape = replace(SHAPE, shared_experts=1)
+    bench = EpBench(shape, "mxfp4", None, torch.device("cpu"), windows=1)
+    variants = [Variant(), Variant(block_m=32, num_slots=16), Variant(shared="fused"), Variant(shared="separate")]
+    (records,) = bench.run([2], variants)
+    assert [rec.get("knob") for rec in records] == [None, "num_slots+block_m", None, None]
+    assert [rec["shared_expert"] for rec in records] == ["none", "none", "fused", "separate"]
+    assert all(rec["overlap"] for rec in records)
+    assert records[1]["ring_blocks"] == 16
 
 
 def test_one_rank_needs_no_group() -> None:
@@ -133,4 +166,4 @@ def test_impossible_asks_are_refused() -> None:
         with pytest.raises(ArgumentError, match=r"EpBench\.run: needs"):
             next(bench.run(tokens, variants))
     with pytest.raises(ArgumentError, match="has no shared experts"):
-        next(bench.run([1], [Variant(shared=True)]))
+        next(bench.run([1], [Variant(shared="fused")]))

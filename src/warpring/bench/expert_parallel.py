@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from warpring.bench.ep_inputs import Inputs, Load, skewed
+from warpring.bench.ep_variants import Built, Layer, SharedApart, Variant, raise_failure, routed_layer
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.read_peak import read_peak_gbs
 from warpring.bench.records import Record, record
@@ -35,56 +36,6 @@ WARMUP, WINDOWS, REPLAYS = 10, 30, 3
 #: A variant whose output has a lower cosine with the all-to-all baseline is broken, and its time means nothing.
 LEAST_COSINE = 0.99
 _LINK_BYTES = 256 << 20
-
-Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run the layer.
-
-    Attributes:
-        impl: "warpring"; "shared" for the same kernels in stream order on all multiprocessors; "nccl" for the
-            all-to-all baseline on BF16 weights.
-        comm_sms, num_slots, block_m: of `ExpertParallelDecode` and `Problem`; None leaves the choice to them.
-        partition: as in `ExpertParallelDecode`.
-        activation: "fp8" or "bf16".
-        shared: whether the model's shared experts are fused into the kernels.
-    """
-
-    impl: Literal["warpring", "shared", "nccl"] = "warpring"
-    comm_sms: int | None = None
-    num_slots: int | None = None
-    block_m: int | None = None
-    partition: Literal["auto", "green", "streams"] = "auto"
-    activation: Literal["fp8", "bf16"] = "fp8"
-    shared: bool = False
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One call of one rank: x [T, hidden], topk_idx [T, topk] over all ranks' experts, topk_weights [T, topk]."""
-
-    x: torch.Tensor
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the slowest rank must do in a call, on average over the calls of a replay.
-
-    Attributes:
-        weight_bytes: distinct local experts that somebody wants.
-        wire_bytes: published rows that come from other ranks, once each.
-        pairs: (token, slot) pairs of all ranks together.
-        skew: pairs of the busiest rank over the mean.
-    """
-
-    weight_bytes: float
-    wire_bytes: float
-    pairs: float
-    skew: float
 
 
 @dataclass(frozen=True)
@@ -141,8 +92,8 @@ class EpBench:
         read_gbs, link_gbs = read_peak_gbs(self.device), self._link_gbs()
         local = replace(self.shape, num_experts=self.shape.num_experts // self.num_ranks, topk=1)
         experts = random_experts(local, self.format, self.device, self.seed + self.rank)
-        shared = self._shared_experts() if any(variant.shared for variant in variants) else None
-        built = _Built(self._everyone)
+        shared = self._shared_experts() if any(v.shared != "none" for v in variants) else None
+        built = Built(self._everyone)
         for variant in variants:
             built.attempt(variant, partial(self._build, variant, experts, shared, max(tokens)), keep=True)
         reference = AllToAllExpertParallel(experts, self.group) if self.num_ranks > 1 else None
@@ -156,7 +107,7 @@ class EpBench:
                 }
                 timings = self._time(built.layers, calls)
                 for variant, layer in list(built.layers.items()):
-                    built.attempt(variant, partial(_raise_failure, layer))
+                    built.attempt(variant, partial(raise_failure, layer))
                 common = self._common(count, load, read_gbs, link_gbs)
                 yield [
                     self._record(variant, built.layers[variant], load, timings[variant], cosines[variant], common)
@@ -179,7 +130,7 @@ class EpBench:
             format=self.format,
             activation=variant.activation,
             gate=self.shape.activation,
-            num_shared=self.shape.shared_experts if variant.shared else 0,
+            num_shared=self.shape.shared_experts if variant.shared == "fused" else 0,
             has_bias=self.shape.has_bias,
             block_m=variant.block_m,
         )
@@ -187,7 +138,7 @@ class EpBench:
     def _shared_experts(self) -> Experts:
         if not self.shape.shared_experts:
             raise ArgumentError(
-                f"EpBench: {self.shape.name} has no shared experts; got a variant with shared=True. Leave it out."
+                f"EpBench: {self.shape.name} has no shared experts; got a variant with some. Leave it out."
             )
         shape = replace(self.shape, num_experts=self.shape.shared_experts, topk=1, has_bias=False)
         return random_experts(shape, "fp8_block", self.device, self.seed - 1)
@@ -200,15 +151,16 @@ class EpBench:
                 w13_bias=None if experts.w13_bias is None else experts.w13_bias.flatten(1, 2), w2_bias=experts.w2_bias,
             )  # fmt: skip
             return AllToAllExpertParallel(dense, self.group)
-        return ExpertParallelDecode(
+        layer = ExpertParallelDecode(
             self.problem(variant, max_tokens),
             self.group,
             experts,
-            shared=shared if variant.shared else None,
+            shared=shared if variant.shared == "fused" else None,
             comm_sms=variant.comm_sms,
             num_slots=variant.num_slots,
             partition="sequence" if variant.impl == "shared" else variant.partition,
         )
+        return SharedApart(layer, shared) if variant.shared == "separate" and shared is not None else layer
 
     def _inputs(self, count: int, index: int) -> Inputs:
         seed = (self.seed * ROUTINGS + index) * self.num_ranks + self.rank
@@ -246,7 +198,7 @@ class EpBench:
         self, variant: Variant, layer: Layer, reference: AllToAllExpertParallel | None, call: Inputs
     ) -> float | None:
         """Lowest cosine of a token with the baseline, over all ranks; None where the variant is or has none."""
-        if reference is None or variant.impl == "nccl" or variant.shared:
+        if reference is None or variant.impl == "nccl" or variant.shared != "none":
             return None
         wanted = reference(call.x, call.topk_idx, call.topk_weights).double()
         got = layer(call.x, call.topk_idx, call.topk_weights).double()
@@ -370,9 +322,9 @@ class EpBench:
         }
         if cosine is not None:
             fields["cosine_min"] = cosine
-        if isinstance(layer, ExpertParallelDecode):
-            fields["block_m"] = layer.problem.tokens_per_block
-            if (counts := layer.sm_counts) is not None:
+        if (routed := routed_layer(layer)) is not None:
+            fields["block_m"] = routed.problem.tokens_per_block
+            if (counts := routed.sm_counts) is not None:
                 fields |= {"comm_sms": counts.comm_sms, "compute_sms": counts.compute_sms, "note": variant.partition}
         return record("expert_parallel", device=self.device, **fields)
 
@@ -391,56 +343,15 @@ class EpBench:
             "format": "bf16" if baseline else self.format,
             "wire": activation,
             "activation": activation,
-            "shared_expert": "fused" if variant.shared else "none",
+            "shared_expert": variant.shared,
         }
+        if variant.knob:
+            fields["knob"] = variant.knob
         if not baseline:
             fields["overlap"] = variant.impl != "shared"
         if variant.num_slots is not None:
             fields["ring_blocks"] = variant.num_slots
         return fields
-
-
-class _Built:
-    """The variants' layers, and why some of them are not there (any more); the same on every rank."""
-
-    def __init__(self, everyone: Callable[[Any], list[Any]]) -> None:
-        self.layers: dict[Variant, Layer] = {}
-        self.failed: dict[Variant, str] = {}
-        self._everyone = everyone
-
-    def attempt(self, variant: Variant, step: Callable[[], Any], *, keep: bool = False) -> Any:
-        """The step's result, kept as the variant's layer or not; None, and no such layer, where any rank fails."""
-        result, reason = None, ""
-        try:
-            result = step()
-        except WarpringError as error:
-            reason = str(error)
-        if keep and result is not None:
-            self.layers[variant] = result
-        if reason := next(filter(None, self._everyone(reason)), ""):
-            self.failed[variant] = reason
-            if variant in self.layers:
-                _close(self.layers.pop(variant))
-            return None
-        return result
-
-    def close(self) -> None:
-        """Close all layers."""
-        for layer in self.layers.values():
-            _close(layer)
-
-
-def _raise_failure(layer: Layer) -> None:
-    """Raise what the layer's kernels reported while they were timed."""
-    if isinstance(layer, ExpertParallelDecode):
-        layer.check()
-
-
-def _close(layer: Layer) -> None:
-    """Close a layer; one that failed has said so already."""
-    if isinstance(layer, ExpertParallelDecode):
-        with suppress(WarpringError):
-            layer.close()
 
 
 def describe(rec: Record) -> str:
@@ -459,28 +370,3 @@ def describe(rec: Record) -> str:
 def _rounded(value: float) -> float:
     """To five digits: toy layers and whole models alike."""
     return float(f"{value:.5g}")
-
-
-def skewed(
-    num_experts: int, num_ranks: int, size: Sequence[int], skew: float, generator: torch.Generator
-) -> torch.Tensor:
-    """Random expert ids [num_tokens, topk], distinct in a token, `skew` times the even share of them on rank 0.
-
-    Raises:
-        ArgumentError: skew beyond the number of ranks, or more slots than rank 0 has experts while all are its.
-    """
-    local = num_experts // num_ranks
-    if not 1 <= skew <= num_ranks or (skew == num_ranks and size[1] > local):
-        raise ArgumentError(
-            f"skewed: skew must be 1 to num_ranks = {num_ranks}, and topk at most {local} where rank 0 gets all; got "
-            f"skew {skew}, topk {size[1]}."
-        )
-    # Each slot goes to rank 0 with probability skew / num_ranks; within a group of ranks experts are drawn evenly.
-    hot = torch.rand(*size, generator=generator) < skew / num_ranks
-    wanted = hot.sum(1, keepdim=True).clamp(max=local, min=size[1] - (num_experts - local))
-    hot = torch.arange(size[1]) < wanted
-    first = torch.rand(size[0], local, generator=generator).argsort(1)
-    others = torch.rand(size[0], num_experts - local, generator=generator).argsort(1) + local
-    place = torch.where(hot, torch.arange(size[1]), torch.arange(size[1]) - wanted).clamp(min=0)
-    cold = others.gather(1, place.clamp(max=others.shape[1] - 1)) if others.shape[1] else place
-    return torch.where(hot, first.gather(1, place.clamp(max=local - 1)), cold)

@@ -144,7 +144,25 @@ SCHEMA: dict[str, dict[str, Field]] = {
         "tflops": _FLOAT,
         "hbm_gbs": _FLOAT,
         "cosine_min": _COSINE,
+        "knob": _STR,
         "failed": _STR,
+    },
+    "soak": {
+        "num_ranks": _INT,
+        "tokens_per_rank": _INT,
+        "experts_per_rank": _INT,
+        "topk": _INT,
+        "activation": Field(str, ("fp8", "bf16")),
+        "comm_sms": _INT,
+        "compute_sms": _INT,
+        "shared_expert": Field(str, ("none", "fused")),
+        "calls": _INT,
+        "checks": _INT,
+        "cosine_min": _COSINE,
+        "changed_values": _INT,
+        "allocated_bytes": _INT,
+        "device_bytes": _INT,
+        "seconds": _FLOAT,
     },
     "perplexity": {
         "path": _PATH,
@@ -161,6 +179,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "end_to_end": ("model", "format", "batch", "tokens_per_s"),
     "profile": ("model", "format", "path", "num_tokens", "kernel", "p50_us", "dram_gbs", "registers", "spill_bytes"),
     "expert_parallel": ("model", "format", "num_ranks", "tokens_per_rank", "p50_us"),
+    "soak": ("model", "format", "num_ranks", "repeats", "checks", "cosine_min", "changed_values", "device_bytes"),
     "perplexity": ("checkpoint", "format", "held_out_tokens", "perplexity"),
 }
 

@@ -9,7 +9,7 @@ from warpring.cli import seed
 from warpring.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from warpring.bench.expert_parallel import Variant
+    from warpring.bench.ep_variants import Variant
 
 _EXAMPLES = """\
 examples
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _variants(args: argparse.Namespace) -> list[Variant]:
-    from warpring.bench.expert_parallel import Variant
+    from warpring.bench.ep_variants import Variant
     from warpring.cli.bench import parse_counts, parse_list
 
     impls: Any = parse_list("--impl", args.impl, ("warpring", "shared", "nccl"))
