@@ -124,7 +124,13 @@ def num_drawn(num_local_experts: int) -> int:
 
 
 class Verifier:
-    """One layer of one model on this rank, ready to run cases."""
+    """One layer of one model on this rank, ready to run cases.
+
+    Attributes:
+        layer: the layer.
+        problem: what it is.
+        rank, device: of this process.
+    """
 
     def __init__(
         self,
@@ -132,33 +138,38 @@ class Verifier:
         group: Any | None,
         device: torch.device,
         *,
+        format: str | None = None,
         activation: ActivationForm = "fp8",
         num_shared: int = 0,
         seed: int = 0,
+        max_tokens: int = max(TOKENS),
         **options: Any,
     ) -> None:
         """Build the layer; a collective.
 
         Args:
-            name: a key of `FORMATS`.
+            name: a key of `FORMATS`, or with a format of one's own any name or sizes that `parse_shape` reads.
             group, options: as in `ExpertParallelDecode`.
             device: of this rank.
+            format: of the routed weights; None is that of `FORMATS`.
             activation, num_shared: as in `Problem`.
             seed: of weights and inputs.
+            max_tokens: most tokens of a rank; on a CPU not more than 24 of them.
         """
-        if name not in FORMATS:
-            raise ArgumentError(f"Verifier: name must be one of {', '.join(FORMATS)}; got {name!r}.")
+        if format is None and name not in FORMATS:
+            raise ArgumentError(f"Verifier: name must be one of {', '.join(FORMATS)}; got {name!r}. Or pass a format.")
+        format = format or FORMATS[name]
         self.rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._shape = shape = layer_shape(name, num_ranks, device)
-        self._device, self._seed = device, seed
+        self.device, self._seed = device, seed
         self.problem = Problem(
             shape.hidden,
             shape.intermediate,
             shape.num_experts,
             shape.topk,
             num_ranks,
-            _CPU_TOKENS if device.type == "cpu" else max(TOKENS),
-            format=FORMATS[name],
+            min(max_tokens, _CPU_TOKENS) if device.type == "cpu" else max_tokens,
+            format=format,
             activation=activation,
             gate=shape.activation,
             num_shared=num_shared,
@@ -166,7 +177,7 @@ class Verifier:
         )
         local = self.problem.num_local_experts
         drawn = num_drawn(local)
-        self._few = drawn_experts(shape, FORMATS[name], device, seed, drawn)
+        self._few = drawn_experts(shape, format, device, seed, drawn)
         which = torch.arange(self.rank * local, (self.rank + 1) * local, device=device) % drawn
         self._shared = None
         if num_shared:
@@ -182,10 +193,10 @@ class Verifier:
         On a GPU every replay is one of the same captured graph.
         """
         most = self.problem.max_tokens_per_rank
-        x = torch.empty(most, self.problem.hidden, dtype=torch.bfloat16, device=self._device)
-        topk_idx = torch.empty(most, self.problem.topk, dtype=torch.int64, device=self._device)
-        weights = torch.empty(most, self.problem.topk, device=self._device)
-        count = torch.zeros(1, dtype=torch.int32, device=self._device)
+        x = torch.empty(most, self.problem.hidden, dtype=torch.bfloat16, device=self.device)
+        topk_idx = torch.empty(most, self.problem.topk, dtype=torch.int64, device=self.device)
+        weights = torch.empty(most, self.problem.topk, device=self.device)
+        count = torch.zeros(1, dtype=torch.int32, device=self.device)
         out = torch.full_like(x, torch.nan)
         replay = self._replayer(x, topk_idx, weights, count, out)
         outcome = Outcome(1.0, 1.0, 0.0, replays)
@@ -196,7 +207,7 @@ class Verifier:
             replay()
             if index * checked // replays != (index + 1) * checked // replays:
                 part = slice(num_tokens)
-                outcome = outcome.worse(self._compare(x[part], topk_idx[part], weights[part], out[part]))
+                outcome = outcome.worse(self.compare(x[part], topk_idx[part], weights[part], out[part]))
         return outcome
 
     def _replayer(
@@ -205,7 +216,7 @@ class Verifier:
         def call() -> object:
             return self.layer(x, topk_idx, weights, count, out=out)
 
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return call
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -213,7 +224,7 @@ class Verifier:
 
         def replay() -> None:
             graph.replay()
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             self.layer.check()
 
         return replay
@@ -234,23 +245,24 @@ class Verifier:
         weights: torch.Tensor,
     ) -> None:
         """New tokens and a new routing; rows that do not count are NaN, and name an expert that is not there."""
-        generator = torch.Generator(self._device).manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         x.normal_(generator=generator)
         kind = "zipf" if case.routing == "zipf" else "uniform"
-        routing = make_routing(self._shape, len(x), kind, seed=seed).to(self._device)
+        routing = make_routing(self._shape, len(x), kind, seed=seed).to(self.device)
         ids, new_weights = routing.topk_idx, routing.topk_weights
         if case.routing == "one expert":
             ids[:] = self.problem.num_experts - 1
         elif case.routing == "one rank":
             ids %= self.problem.num_local_experts
         elif case.routing == "unused":
-            unused = torch.rand(ids.shape, generator=generator, device=self._device) < 0.5
+            unused = torch.rand(ids.shape, generator=generator, device=self.device) < 0.5
             ids[unused], new_weights[unused] = -1, torch.nan
         topk_idx.copy_(ids)
         weights.copy_(new_weights)
         x[num_tokens:], topk_idx[num_tokens:], weights[num_tokens:] = torch.nan, 2**31 - 1, torch.nan
 
-    def _compare(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> Outcome:
+    def compare(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> Outcome:
+        """What the layer's outputs `y` [num_tokens, hidden] for these inputs are worth; waits for the device."""
         if not len(x):
             return Outcome(1.0, 1.0, 0.0, 0)
         used = topk_idx >= 0
