@@ -1,9 +1,16 @@
-"""Run both kernels of both GPU paths, in every format and at odd sizes, under compute-sanitizer.
+"""Run our kernels at small and odd sizes under compute-sanitizer: decode on one GPU, and expert parallelism.
 
-    PYTHONPATH=src python bench/sanitize.py [--tool memcheck racecheck] [--output bench/results/sanitizer.log]
+    PYTHONPATH=src python bench/sanitize.py [decode] [expert_parallel] [--tool memcheck racecheck] [--output FOLDER]
 
-memcheck looks for reads and writes out of bounds, racecheck for hazards in shared memory. torch's caching allocator is
-switched off, so that every tensor is an allocation of its own and a byte beyond its end is seen.
+decode: both kernels of both paths, in every format. expert_parallel: one rank, every role, both forms of activations,
+with and without a shared expert. memcheck looks for reads and writes out of bounds, racecheck for hazards in shared
+memory. torch's caching allocator is switched off, so that every tensor is an allocation of its own and a byte beyond
+its end is seen.
+
+The roles of expert parallelism wait for each other, and a sanitizer may let only one kernel run at a time. So they run
+where that does no harm: launched in the order of their dependences (role4, role1, role2, role3), and with a ring that
+has a slot for every block of a call, so that role1 never waits for role2. "sequence" has them on one stream, "streams"
+on two. Green Contexts are left out: the kernels and their grids are the same on two streams.
 """
 
 from __future__ import annotations
@@ -13,21 +20,36 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from warpring import Experts, gpt_oss_swiglu, moe_decode, moe_exact, pack_experts
+from warpring.bench.ep_cases import FORMATS as EP_FORMATS
+from warpring.bench.ep_cases import LEAST_COSINE, Verifier
+from warpring.bench.ep_soak import CALLS, DrawnInputs
 from warpring.bench.records import environment
+from warpring.expert_parallel.problem import ActivationForm
+from warpring.expert_parallel.workspace import plan_schedule
 from warpring.formats import FORMATS
 
 #: (num_tokens, hidden, intermediate, num_experts, topk)
 SIZES = [(1, 96, 160, 5, 2), (3, 160, 96, 7, 4), (40, 64, 32, 3, 2), (70, 64, 32, 2, 2)]
 MOST_ERROR = 4e-3
+#: Layers of expert parallelism: ragged sizes, MXFP4 and FP8; and tokens of the rank.
+EP_LAYERS = [name for name in EP_FORMATS if name.startswith("h")]
+EP_TOKENS = 12
+#: In what order the roles may run; see above.
+EP_MODES: tuple[Literal["sequence", "streams"], ...] = ("sequence", "streams")
+#: What the kernels of each part have in their names.
+PARTS = {"decode": "moe_", "expert_parallel": "ep_"}
 
 
-def run_layers() -> None:
+def run_decode() -> None:
     """Every format at every size through both paths; raises SystemExit on a wrong result."""
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -61,34 +83,93 @@ def run_layers() -> None:
     print(f"ran {len(SIZES)} sizes x {len(FORMATS)} formats x 2 paths")
 
 
+def run_expert_parallel(device: torch.device) -> None:
+    """One rank, every layer, form and mode, `CALLS` calls each; raises SystemExit on a wrong result."""
+    forms: tuple[ActivationForm, ...] = ("fp8", "bf16")
+    number = 0
+    for name, activation, num_shared, mode in product(EP_LAYERS, forms, (0, 1), EP_MODES):
+        verifier = Verifier(
+            name, None, device, activation=activation, num_shared=num_shared, max_tokens=EP_TOKENS, partition=mode
+        )
+        with verifier.layer:
+            _check_ring(verifier, mode)
+            _run_calls(verifier, f"{name} {activation} shared {num_shared} {mode}")
+        number += 1
+    print(f"ran {number} layers of expert parallelism, {number * CALLS} calls")
+
+
+def _check_ring(verifier: Verifier, mode: str) -> None:
+    """Raises SystemExit where role1 would wait for role2 (see above)."""
+    split, most = verifier.layer.sm_counts, verifier.problem.max_blocks
+    if split is not None:
+        sequence = mode == "sequence"
+        slots = plan_schedule(verifier.problem, split.comm_sms, split.compute_sms, sequence=sequence).num_slots
+        if slots < most:
+            sys.exit(f"{mode}: {slots} ring slots for {most} blocks")
+
+
+def _run_calls(verifier: Verifier, what: str) -> None:
+    """`CALLS` calls, each checked; raises SystemExit on a wrong result."""
+    inputs = DrawnInputs(verifier.problem, 0, verifier.device, seed=1)
+    inputs.draw()
+    for call, count in enumerate(inputs.counts.tolist()):
+        x, topk_idx, weights = inputs.x[call], inputs.topk_idx[call], inputs.topk_weights[call]
+        out = torch.full_like(x, torch.nan)
+        verifier.layer(x, topk_idx, weights, inputs.counts[call : call + 1], out=out)
+        outcome = verifier.compare(x[:count], topk_idx[:count], weights[:count], out[:count])
+        verifier.layer.check()
+        if outcome.cosine < LEAST_COSINE or not out[count:].isnan().all():
+            sys.exit(f"{what}, {count} tokens: {outcome}")
+
+
+def run_part(part: str) -> None:
+    """A part's kernels, without a sanitizer or inside of one."""
+    if part == "decode":
+        run_decode()
+    else:
+        run_expert_parallel(torch.device("cuda", 0))
+
+
+def sanitize(sanitizer: str, part: str, tools: Sequence[str]) -> tuple[str, int]:
+    """A log of all tools over a part, and the worst exit code."""
+    lines = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} " + ", ".join(f"{k} {v}" for k, v in environment().items())]
+    worst = 0
+    for tool in tools:
+        command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+        if tool == "racecheck":
+            command += ["--kernel-name", f"kernel_substring={PARTS[part]}"]
+        inside = [sys.executable, __file__, part, "--inside"]
+        variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        done = subprocess.run([*command, *inside], env=variables, capture_output=True, text=True)
+        worst = max(worst, done.returncode)
+        lines += [f"$ {' '.join(['compute-sanitizer', *command[1:], f'python bench/sanitize.py {part} --inside'])}"]
+        lines += [*(done.stdout + done.stderr).splitlines()[-20:], f"exit code {done.returncode}"]
+    return "\n".join(lines) + "\n", worst
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="*", default=list(PARTS), help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--tool", nargs="+", default=["memcheck", "racecheck"])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sanitizer.log")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="a folder for the logs")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.part) - set(PARTS):
+        parser.error(f"part must be one of {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
     if args.inside:
-        run_layers()
+        for part in args.part:
+            run_part(part)
         return 0
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         sys.exit("bench/sanitize.py needs compute-sanitizer, which comes with the CUDA toolkit; none is on the PATH.")
-    run_layers()  # compiles the kernels, so that the sanitizer watches them alone
-    lines = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} " + ", ".join(f"{k} {v}" for k, v in environment().items())]
     worst = 0
-    for tool in args.tool:
-        command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
-        if tool == "racecheck":
-            command += ["--kernel-name", "kernel_substring=moe_"]
-        inside = [sys.executable, __file__, "--inside"]
-        variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run([*command, *inside], env=variables, capture_output=True, text=True)
-        worst = max(worst, done.returncode)
-        lines += [f"$ {' '.join(['compute-sanitizer', *command[1:], 'python bench/sanitize.py --inside'])}"]
-        lines += [*(done.stdout + done.stderr).splitlines()[-20:], f"exit code {done.returncode}"]
-    text = "\n".join(lines) + "\n"
-    args.output.write_text(text)
-    print(text)
+    for part in args.part:
+        run_part(part)  # compiles the kernels, so that the sanitizer watches them alone
+        text, code = sanitize(sanitizer, part, args.tool)
+        (args.output / ("sanitizer.log" if part == "decode" else f"sanitizer_{part}.log")).write_text(text)
+        print(text)
+        worst = max(worst, code)
     return worst
 
 

@@ -1,0 +1,75 @@
+"""bench/sanitize.py without a GPU: the layers that it runs, and its log, with a stand-in for the sanitizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from warpring.bench.ep_cases import Outcome, Verifier
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "sanitize.py"
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    """The script's names."""
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_every_form_shared_expert_and_mode_of_expert_parallelism_runs(
+    script: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script["run_expert_parallel"](torch.device("cpu"))
+    number = len(script["EP_LAYERS"]) * 2 * 2 * 2
+    assert len(script["EP_LAYERS"]) >= 2
+    assert f"ran {number} layers of expert parallelism, {4 * number} calls" in capsys.readouterr().out
+
+
+def test_a_wrong_result_ends_the_run(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Verifier, "compare", lambda *args: Outcome(0.9, 1.0, 0.0, 1))
+    with pytest.raises(SystemExit, match=r"fp8 shared 0 sequence, .*: Outcome"):
+        script["run_expert_parallel"](torch.device("cpu"))
+
+
+def test_rings_have_a_slot_for_every_block(script: dict[str, Any]) -> None:
+    """Or role1 would wait for role2, which a sanitizer may start only after it."""
+    for name in script["EP_LAYERS"]:
+        for num_shared in (0, 1):
+            options = {"num_shared": num_shared, "max_tokens": script["EP_TOKENS"]}
+            problem = Verifier(name, None, torch.device("cpu"), **options).problem
+            for sequence, grids in ((False, (16, 116)), (True, (132, 132))):
+                assert script["plan_schedule"](problem, *grids, sequence=sequence).num_slots >= problem.max_blocks
+
+
+@pytest.mark.parametrize("code", [0, 9])
+def test_log_has_every_tool_and_the_worst_exit_code_counts(
+    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+) -> None:
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(f'#!/bin/sh\necho "cached $PYTORCH_NO_CUDA_MEMORY_CACHING $*"\nexit {code}\n')
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setitem(script["main"].__globals__, "run_part", lambda part: None)
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "expert_parallel", "--output", str(tmp_path)])
+    assert script["main"]() == code
+    log = (tmp_path / "sanitizer_expert_parallel.log").read_text()
+    assert re.findall(r"^\$ compute-sanitizer --tool (\w+)", log, re.MULTILINE) == ["memcheck", "racecheck"]
+    assert log.count(f"exit code {code}") == 2
+    assert log.count("cached 1 --tool") == 2
+    assert log.count("kernel_substring=ep_") == 2  # the command and its echo
+    assert not (tmp_path / "sanitizer.log").exists()
+
+
+def test_unknown_part_is_refused(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "attention"])
+    with pytest.raises(SystemExit) as stop:
+        script["main"]()
+    assert stop.value.code == 2
