@@ -13,11 +13,23 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from warpring.bench.ep_points import (
+    ABLATION_FORMAT,
+    ABLATION_MODEL,
+    ABLATION_TOKENS,
+    BAR_FORMATS,
+    BAR_MODELS,
+    BLOCK_SIZES,
+    COMM_SMS,
+    RING_BLOCKS,
+    SKEWS,
+    TOKENS,
+    eighth,
+)
 from warpring.bench.ep_variants import Variant
 from warpring.bench.expert_parallel import EpBench, describe
 from warpring.bench.records import append
@@ -26,10 +38,6 @@ from warpring.bench.torchrun import process_group
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "expert_parallel.jsonl"
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MODELS_OF_BAR = ("deepseek-v4-flash", "glm-5.2")
-#: Experts a rank of the load of one rank of eight.
-EIGHTH = 32
 
 Work = tuple[LayerShape, str, float, tuple[int, ...], tuple[Variant, ...]]
 
@@ -37,27 +45,26 @@ Work = tuple[LayerShape, str, float, tuple[int, ...], tuple[Variant, ...]]
 def bar(num_ranks: int) -> Iterator[Work]:
     """The rows of the bar: all experts on these ranks, and as many a rank as one of eight would have."""
     ours = (Variant(), Variant(impl="shared"), Variant(activation="bf16"))
-    for name in MODELS_OF_BAR:
+    for name in BAR_MODELS:
         shape = MODELS[name]
-        for format in ("fp8_block", "mxfp4"):
+        for format in BAR_FORMATS:
             yield shape, format, 1.0, TOKENS, ours if format == "mxfp4" else (*ours, Variant(impl="nccl"))
-            eighth = replace(shape, name=f"{name}-ep8", num_experts=EIGHTH * num_ranks)
-            yield eighth, format, 1.0, TOKENS, ours[:1]
+            yield eighth(shape, num_ranks), format, 1.0, TOKENS, ours[:1]
         yield shape, "mxfp4", 1.0, TOKENS, (Variant(), Variant(shared="fused"))
 
 
 def ablation(num_ranks: int) -> Iterator[Work]:
     """One knob at a time, on one shape and format."""
-    shape, tokens = MODELS[MODELS_OF_BAR[0]], (1, 8, 32, 256)
-    splits = tuple(Variant(comm_sms=sms) for sms in (8, 16, 24, 32))
-    yield shape, "mxfp4", 1.0, tokens, (*splits, Variant(partition="streams"), Variant(impl="shared"))
-    yield shape, "mxfp4", 1.0, tokens, tuple(Variant(block_m=block_m) for block_m in (8, 16, 32, 64))
-    yield shape, "mxfp4", 1.0, tokens, tuple(Variant(num_slots=slots) for slots in (16, 32, 64, 128))
-    yield shape, "mxfp4", 1.0, tokens, (Variant(), Variant(activation="bf16"), Variant(shared="fused"))
-    for skew in (1.25, 1.5, 2.0):
+    layer, tokens = (MODELS[ABLATION_MODEL], ABLATION_FORMAT), ABLATION_TOKENS
+    splits = tuple(Variant(comm_sms=sms) for sms in COMM_SMS)
+    yield *layer, 1.0, tokens, (*splits, Variant(partition="streams"), Variant(impl="shared"))
+    yield *layer, 1.0, tokens, tuple(Variant(block_m=block_m) for block_m in BLOCK_SIZES)
+    yield *layer, 1.0, tokens, tuple(Variant(num_slots=slots) for slots in RING_BLOCKS)
+    yield *layer, 1.0, tokens, (Variant(), Variant(activation="bf16"), Variant(shared="fused"))
+    for skew in SKEWS:
         if skew <= num_ranks:
-            yield shape, "mxfp4", skew, tokens, (Variant(), Variant(impl="shared"))
-    yield shape, "mxfp4", 1.0, tokens, (Variant(shared="fused"), Variant(shared="separate"))
+            yield *layer, skew, tokens, (Variant(), Variant(impl="shared"))
+    yield *layer, 1.0, tokens, (Variant(shared="fused"), Variant(shared="separate"))
 
 
 SWEEPS = {"bar": bar, "ablation": ablation}

@@ -18,6 +18,7 @@ from pathlib import Path
 from warpring.bench.bar import bar
 from warpring.bench.compared import end_to_end, ncu, peers
 from warpring.bench.cores_tables import CORES_TABLES
+from warpring.bench.ep_tables import EP_TABLES
 from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import FORMATS, Record, load, newest
 from warpring.errors import ArgumentError
@@ -212,6 +213,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "end-to-end": end_to_end,
     "ncu": ncu,
     **CORES_TABLES,
+    **EP_TABLES,
 }
 
 
