@@ -1,10 +1,8 @@
-"""The layer on real GPUs: graphs read back, partitions seen at work, replays, and peers that die or stall."""
+"""The layer on real GPUs: graphs read back, partitions seen at work, replays, and calls that overlap."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,66 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_ranks import run_ranks
+from gpu_layers import CUDA, PROBLEM, Buffers, captured, device_of, experts_of
 from moe_inputs import make_inputs
 
-from warpring import ArgumentError, Experts
-from warpring.bench.ep_cases import FORMATS, Case, Verifier, cases
+from warpring import ArgumentError
+from warpring.bench.ep_cases import FORMATS, Verifier, cases
 from warpring.errors import PeerTimeoutError, PoisonedError, WorkspaceBusyError
-from warpring.expert_parallel.arithmetic import run_layer
 from warpring.expert_parallel.layer import ExpertParallelDecode
 from warpring.expert_parallel.partition import MODES, Partition, check_split, open_partition
-from warpring.expert_parallel.problem import Problem
 from warpring.runtime.by_value import KernelArguments, Launch
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import load
 
 pytestmark = pytest.mark.gpu
-LEAST_COSINE = 0.9999997
-PROBLEM = Problem(512, 256, 16, 4, 1, 32, format="mxfp4")
-CUDA = torch.device("cuda", 0)
-
-
-def experts_of(problem: Problem) -> tuple[Experts, Experts | None]:
-    sizes = (problem.hidden, problem.intermediate)
-    routed = make_inputs(1, *sizes, problem.num_experts, 1, format=problem.format, seed=1).experts.to(CUDA)
-    if not problem.num_shared:
-        return routed, None
-    shared = make_inputs(1, *sizes, problem.num_shared, 1, format=problem.shared_format, seed=2).experts
-    return routed, shared.to(CUDA)
-
-
-class Buffers:
-    """Tensors of a call that a captured graph reads, and their filling."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        rows, topk = problem.max_tokens_per_rank, problem.topk
-        self.x = torch.zeros(rows, problem.hidden, dtype=torch.bfloat16, device=CUDA)
-        self.topk_idx = torch.zeros(rows, topk, dtype=torch.int32, device=CUDA)
-        self.topk_weights = torch.zeros(rows, topk, device=CUDA)
-        self.count = torch.zeros(1, dtype=torch.int32, device=CUDA)
-        self.out = torch.full_like(self.x, torch.nan)
-
-    def fill(self, num_tokens: int, seed: int) -> None:
-        generator = torch.Generator(CUDA).manual_seed(seed)
-        self.x.normal_(generator=generator)
-        scores = torch.rand(len(self.x), self.problem.num_experts, device=CUDA, generator=generator)
-        weights, ids = scores.topk(self.problem.topk)
-        self.topk_idx.copy_(ids)
-        self.topk_weights.copy_(weights)
-        self.x[num_tokens:] = torch.nan
-        self.count.fill_(num_tokens)
-
-    def args(self) -> tuple[torch.Tensor, ...]:
-        return self.x, self.topk_idx, self.topk_weights, self.count
-
-    def check(self, experts: Experts, shared: Experts | None) -> None:
-        n = int(self.count)
-        inputs = (self.x[:n], experts, self.topk_idx[:n].long(), self.topk_weights[:n])
-        expected = run_layer(self.problem, *inputs, shared, sums="tensor_core").double()
-        y = self.out[:n].double()
-        cosine = (y * expected).sum(1) / (y.norm(dim=1) * expected.norm(dim=1))
-        assert n == 0 or cosine.min().item() >= LEAST_COSINE
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "green"])
@@ -83,9 +34,7 @@ def test_replays_with_other_inputs_and_counts(mode: str, changes: dict[str, Any]
     buffers = Buffers(problem)
     partition: Any = mode
     with ExpertParallelDecode(problem, None, experts, shared=shared, partition=partition, timeout=5.0) as layer:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            layer(*buffers.args(), out=buffers.out)
+        graph = captured(layer, buffers)
         for number, count in enumerate((32, 0, 1, 17, 32, 5)):
             buffers.fill(count, seed=number)
             graph.replay()
@@ -122,9 +71,7 @@ def test_a_child_graph_replays_too(num_shared: int) -> None:
     with ExpertParallelDecode(problem, None, experts, shared=shared, child_graph=True, timeout=5.0) as layer:
         if layer.sm_counts is None or not green(layer):
             pytest.skip("needs Green Contexts; this GPU or driver has none")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            layer(*buffers.args(), out=buffers.out)
+        graph = captured(layer, buffers)
         for count in (32, 3):
             buffers.fill(count, seed=count)
             graph.replay()
@@ -233,12 +180,9 @@ def test_replays_that_overlap_are_an_error() -> None:
     experts, _ = experts_of(PROBLEM)
     buffers, others = Buffers(PROBLEM), Buffers(PROBLEM)
     layer = ExpertParallelDecode(PROBLEM, None, experts, timeout=5.0)
-    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-    for graph, own in zip(graphs, (buffers, others), strict=True):
+    for own in (buffers, others):
         own.fill(32, seed=3)
-        with torch.cuda.graph(graph):
-            for _ in range(20):
-                layer(*own.args(), out=own.out)
+    graphs = [captured(layer, own, calls=20) for own in (buffers, others)]
     streams = [torch.cuda.Stream() for _ in graphs]
     for _ in range(20):
         for graph, stream in zip(graphs, streams, strict=True):
@@ -251,12 +195,6 @@ def test_replays_that_overlap_are_an_error() -> None:
 
 
 # Several GPUs
-
-
-def device_of(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def verify(rank: int, name: str, num_shared: int) -> list[tuple[str, bool, float]]:
@@ -274,31 +212,3 @@ def verify(rank: int, name: str, num_shared: int) -> list[tuple[str, bool, float
 def test_two_gpus_give_what_the_arithmetic_gives(name: str, num_shared: int) -> None:
     for outcomes in run_ranks(verify, 2, name, num_shared):
         assert [(case, cosine) for case, met, cosine in outcomes if not met] == []
-
-
-def fail(rank: int, how: str) -> tuple[str, Any, float]:
-    """After a good call rank 1 dies, or comes too late: what rank 0 sees, and when."""
-    verifier = Verifier("h288xi96xe24xk5", dist.group.WORLD, device_of(rank), timeout=3.0)
-    verifier.run(Case(8), replays=2, checked=1)
-    if rank == 1:
-        if how == "dies":
-            os._exit(1)
-        time.sleep(10)
-    start = time.monotonic()
-    try:
-        verifier.run(Case(8), replays=1, checked=1)
-    except PeerTimeoutError as error:
-        return "PeerTimeoutError", (error.rank, error.peer), time.monotonic() - start
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", None, time.monotonic() - start
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("how", ["dies", "comes late"])
-def test_a_peer_that_is_gone_is_named_within_the_bound(how: str) -> None:
-    results = run_ranks(fail, 2, how)
-    kind, ranks, seconds = results[0]
-    assert (kind, ranks) == ("PeerTimeoutError", (0, 1))
-    assert 2.5 < seconds < 20
-    assert (results[1] is None) == (how == "dies")
