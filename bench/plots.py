@@ -1,6 +1,6 @@
 """Draw docs/img/*.svg: a plot a format of the standard rows (decode.jsonl), one a layer beside peers (peers.jsonl), one
-a layer on CPU cores (decode_cpu.jsonl), and the ablation of our own paths (every *.jsonl beside decode.jsonl that has
-their records).
+a layer on CPU cores (decode_cpu.jsonl), the ablation of our own paths (every *.jsonl beside decode.jsonl that has their
+records), and expert-parallel layers with their ablation (expert_parallel.jsonl).
 
 PYTHONPATH=src python bench/plots.py [--output FOLDER]
 """
@@ -11,9 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from warpring.bench import ep_plots
 from warpring.bench.ablation import PATHS, plot_ablation
 from warpring.bench.compared import PEER_LAYERS
 from warpring.bench.cores_tables import MODELS, plotted
+from warpring.bench.ep_points import BAR_MODELS
 from warpring.bench.plots import plot_decode
 from warpring.bench.records import Record, load
 from warpring.bench.tables import DECODE_FORMATS, DECODE_MODEL, decode_records, on_latest_gpu
@@ -44,7 +46,21 @@ def main() -> int:
     if own:
         plot_ablation(own, target)
     print(f"{target}: {f'{len(own)} points' if own else 'no records, not drawn'}")
+    draw_expert_parallel(load(args.results.parent / "expert_parallel.jsonl"), args.output)
     return 0
+
+
+def draw_expert_parallel(records: list[Record], output: Path) -> None:
+    """A plot a model of the bar, and one of its knobs."""
+    for model in BAR_MODELS:
+        target, curves = output / f"ep-{model}.svg", ep_plots.plotted(records, model)
+        if curves:
+            ep_plots.plot_tokens(records, model, target)
+        print(f"{target}: {f'{len(curves)} curves' if curves else 'no records, not drawn'}")
+    target, turned = output / "ep-ablation.svg", ep_plots.turned(records)
+    if turned:
+        ep_plots.plot_knobs(records, target)
+    print(f"{target}: {f'{len(turned)} knobs' if turned else 'no records, not drawn'}")
 
 
 def ablation_records(records: list[Record]) -> list[Record]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ep_records import ep_record
 
 from warpring.bench import read_peak
 from warpring.bench.records import append, load, record
@@ -81,6 +82,9 @@ def test_plots_script_draws_what_was_measured_by_format_and_beside_peers(
     append(tmp_path / "peers.jsonl", peer)
     cores = {name: value for name, value in (rec | {"path": "cores"}).items() if name not in ("gpu", "driver", "cuda")}
     append(tmp_path / "decode_cpu.jsonl", cores | {"cpu": "Y (2 cores)"})
+    turned = ep_record(format="mxfp4", knob="comm_sms", comm_sms=8)
+    for rec in (ep_record(), ep_record(format="mxfp4"), turned):
+        append(tmp_path / "expert_parallel.jsonl", rec)
     files = ["--results", str(tmp_path / "decode.jsonl"), "--peers", str(tmp_path / "peers.jsonl")]
     assert run(monkeypatch, "plots.py", *files, "--output", str(tmp_path / "img")) == 0
     drawn = sorted(path.name for path in (tmp_path / "img").iterdir())
@@ -88,9 +92,11 @@ def test_plots_script_draws_what_was_measured_by_format_and_beside_peers(
         "ablation-qwen3-30b-a3b.svg",
         "decode-cpu-qwen3-30b-a3b.svg",
         "decode-qwen3-30b-a3b-mxfp8.svg",
+        "ep-ablation.svg",
+        "ep-deepseek-v4-flash.svg",
         "peers-qwen3-30b-a3b-bf16.svg",
     ]
-    assert capsys.readouterr().out.count("no records, not drawn") == 7
+    assert capsys.readouterr().out.count("no records, not drawn") == 8
 
 
 def test_grouped_script_measures_decode_paths_up_to_a_batch_and_grouped_ones_at_every_batch(

@@ -217,6 +217,15 @@ def test_ablation_shows_each_value_against_the_layer_as_shipped() -> None:
     assert found["shared expert", "a layer of its own"] == "300.0 (+100.0 %)"
 
 
+def test_plots_are_shown_where_they_can_be_drawn() -> None:
+    shown = "](img/ep-deepseek-v4-flash.svg)"
+    assert shown in TABLES["ep-bar"]([ep_record()])
+    assert shown not in TABLES["ep-bar"]([ep_record(p50_us=None, failed="late")])
+    turned = ep_record(format="mxfp4", knob="comm_sms", comm_sms=8)
+    assert "](img/ep-ablation.svg)" not in TABLES["ep-ablation"]([turned])
+    assert "](img/ep-ablation.svg)" in TABLES["ep-ablation"]([turned, ep_record(format="mxfp4")])
+
+
 def test_command_writes_the_tables_from_a_file_of_records(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "performance.md"

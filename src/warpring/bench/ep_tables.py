@@ -101,7 +101,9 @@ def ep_bar(records: Sequence[Record]) -> str:
         "NCCL µs",
         "peer µs",
     )
-    return markdown(header, rows) + provenance(used)
+    drawn = dict.fromkeys(key.model for key, rec in found.items() if key.model in BAR_MODELS and p50_us(rec))
+    plots = [f"\n![{model}: microseconds, and above W, against tokens a rank](img/ep-{model}.svg)\n" for model in drawn]
+    return markdown(header, rows) + provenance(used) + "".join(plots)
 
 
 def _bar_cells(key: Key, rec: Record | None) -> list[str]:
@@ -191,7 +193,9 @@ def ep_ablation(records: Sequence[Record]) -> str:
             cells.append(_time(rec) + change)
         rows.append([knob, value, *cells])
     header = ("knob", "value", *(f"T = {tokens}, µs" for tokens in ABLATION_TOKENS))
-    return markdown(header, rows) + provenance(used)
+    compared = any(" %)" in cell for row in rows for cell in row)
+    plot = "\n![Change of the time by each knob](img/ep-ablation.svg)\n" if compared else ""
+    return markdown(header, rows) + provenance(used) + plot
 
 
 def _time(rec: Record | None) -> str:
