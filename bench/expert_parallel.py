@@ -3,7 +3,8 @@
     PYTHONPATH=src torchrun --nproc-per-node 2 bench/expert_parallel.py bar
     PYTHONPATH=src torchrun --nproc-per-node 2 bench/expert_parallel.py ablation
 
-bar: tokens 1 to 256 a rank, two shapes, FP8 and MXFP4 weights, with the baselines. ablation: one knob at a time.
+bar: tokens 1 to 256 a rank, two shapes, FP8 and MXFP4 weights, with the baselines; on FP8 weights with the --peers too
+that can be imported (why the others are left out is said at the start of each layer). ablation: one knob at a time.
 Where the code runs without its git history, name its commit: WARPRING_COMMIT=$(git rev-parse --short=12 HEAD).
 """
 
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from warpring.bench.ep_peers import EP_PEERS, NOT_TIMED, why_not
 from warpring.bench.ep_points import (
     ABLATION_FORMAT,
     ABLATION_MODEL,
@@ -70,10 +72,24 @@ def ablation(num_ranks: int) -> Iterator[Work]:
 SWEEPS = {"bar": bar, "ablation": ablation}
 
 
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def peers_of(bench: EpBench, names: Sequence[str]) -> tuple[Variant, ...]:
+    """The peers of `names` that may serve this layer; rank 0 says why the others may not."""
+    reasons = {name: why_not(name, bench.shape, bench.format, bench.device, bench.group) for name in names}
+    for name, reason in reasons.items():
+        if reason is not None and bench.rank == 0:
+            print(f"{bench.shape.name}: {name} is left out, it {reason}", file=sys.stderr)
+    return tuple(Variant(name) for name, reason in reasons.items() if reason is None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", choices=tuple(SWEEPS))
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--peers", type=words, default=[*EP_PEERS, *NOT_TIMED], help="in bar; empty for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--windows", type=int, default=30)
     parser.add_argument("--time-budget", type=float, default=float("inf"), metavar="S", help="start nothing after S s")
@@ -87,6 +103,8 @@ def main() -> int:
             if bench.first_of_all(time.monotonic() - start) > args.time_budget:
                 print(f"left out: {shape.name} {format} skew {skew}", file=sys.stderr)
                 continue
+            if args.sweep == "bar" and format == "fp8_block":
+                variants += peers_of(bench, args.peers)
             for measured in bench.run(tokens, variants):
                 if bench.rank == 0:
                     for rec in measured:

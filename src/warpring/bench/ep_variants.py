@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from warpring.bench.ep_inputs import Inputs
+from warpring.bench.ep_peers import EP_PEERS, PeerLayer
+from warpring.bench.timing import Call
 from warpring.decode import moe_decode
 from warpring.errors import WarpringError
 from warpring.expert_parallel.baseline import AllToAllExpertParallel
@@ -24,7 +28,7 @@ class Variant:
 
     Attributes:
         impl: "warpring"; "shared" for the same kernels in stream order on all multiprocessors; "nccl" for the
-            all-to-all baseline on BF16 weights.
+            all-to-all baseline on BF16 weights; or one of `EP_PEERS`.
         comm_sms, num_slots, block_m: of `ExpertParallelDecode` and `Problem`; None leaves the choice to them.
         partition: as in `ExpertParallelDecode`.
         activation: "fp8" or "bf16".
@@ -32,7 +36,7 @@ class Variant:
             own before the routed one.
     """
 
-    impl: Literal["warpring", "shared", "nccl"] = "warpring"
+    impl: str = "warpring"
     comm_sms: int | None = None
     num_slots: int | None = None
     block_m: int | None = None
@@ -45,6 +49,11 @@ class Variant:
         """What was not left to the layer, by name."""
         names = ("comm_sms", "num_slots", "block_m", "partition")
         return "+".join(name for name in names if getattr(self, name) not in (None, "auto"))
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether another library computes it."""
+        return self.impl in EP_PEERS
 
 
 class SharedApart:
@@ -64,7 +73,13 @@ class SharedApart:
 
 
 #: What a variant runs.
-Layer = ExpertParallelDecode | AllToAllExpertParallel | SharedApart
+Layer = ExpertParallelDecode | AllToAllExpertParallel | SharedApart | PeerLayer
+
+
+def bind(layer: Layer, call: Inputs) -> Call:
+    """What is timed: the layer on these inputs, after whatever a peer does with them ahead."""
+    arguments = (call.x, call.topk_idx, call.topk_weights)
+    return layer.bind(*arguments) if isinstance(layer, PeerLayer) else partial(layer, *arguments)
 
 
 def routed_layer(layer: Layer) -> ExpertParallelDecode | None:
@@ -111,6 +126,7 @@ def raise_failure(layer: Layer) -> None:
 
 def close_layer(layer: Layer) -> None:
     """Close a layer; one that failed has said so already."""
-    if (routed := routed_layer(layer)) is not None:
+    closing = layer if isinstance(layer, PeerLayer) else routed_layer(layer)
+    if closing is not None:
         with suppress(WarpringError):
-            routed.close()
+            closing.close()

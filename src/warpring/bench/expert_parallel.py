@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from warpring.bench.ep_inputs import Inputs, Load, skewed
-from warpring.bench.ep_variants import Built, Layer, SharedApart, Variant, raise_failure, routed_layer
+from warpring.bench.ep_peers import PeerLayer
+from warpring.bench.ep_variants import Built, Layer, SharedApart, Variant, bind, raise_failure, routed_layer
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.read_peak import read_peak_gbs
 from warpring.bench.records import Record, record
@@ -105,7 +106,7 @@ class EpBench:
                     variant: built.attempt(variant, partial(self._check, variant, layer, reference, calls[0]))
                     for variant, layer in list(built.layers.items())
                 }
-                timings = self._time(built.layers, calls)
+                timings = self._time(built, calls)
                 for variant, layer in list(built.layers.items()):
                     built.attempt(variant, partial(raise_failure, layer))
                 common = self._common(count, load, read_gbs, link_gbs)
@@ -144,6 +145,8 @@ class EpBench:
         return random_experts(shape, "fp8_block", self.device, self.seed - 1)
 
     def _build(self, variant: Variant, experts: Experts, shared: Experts | None, max_tokens: int) -> Layer:
+        if variant.is_peer:
+            return PeerLayer(variant.impl, self.shape, experts, self.group)
         if variant.impl == "nccl":
             w13, w2 = experts.dequantize(torch.bfloat16)
             dense = Experts.from_dense(
@@ -208,10 +211,13 @@ class EpBench:
             raise WarpringError(f"cosine {lowest:.6f} with the baseline, at least {LEAST_COSINE} is asked")
         return lowest
 
-    def _time(self, layers: dict[Variant, Layer], calls: Sequence[Inputs]) -> dict[Variant, Timing]:
-        order = [calls[index % len(calls)] for index in range(CALLS if self.device.type == "cuda" else len(calls))]
-        replays = {variant: self._replay(variant, layer, order) for variant, layer in layers.items()}
-        samples: dict[Variant, list[float]] = {variant: [] for variant in layers}
+    def _time(self, built: Built, calls: Sequence[Inputs]) -> dict[Variant, Timing]:
+        order = [index % len(calls) for index in range(CALLS if self.device.type == "cuda" else len(calls))]
+        replays: dict[Variant, Callable[[], object]] = {}
+        for variant, layer in list(built.layers.items()):
+            if (replay := built.attempt(variant, partial(self._replay, variant, layer, calls, order))) is not None:
+                replays[variant] = replay
+        samples: dict[Variant, list[float]] = {variant: [] for variant in replays}
         for window in range(-1, self.windows):
             for variant, replay in replays.items():
                 self._barrier()
@@ -221,17 +227,25 @@ class EpBench:
                     samples[variant].append(slowest)
         return {variant: percentiles(taken) for variant, taken in samples.items()}
 
-    def _replay(self, variant: Variant, layer: Layer, order: Sequence[Inputs]) -> Callable[[], object]:
+    def _replay(
+        self, variant: Variant, layer: Layer, calls: Sequence[Inputs], order: Sequence[int]
+    ) -> Callable[[], object]:
         """All calls once: a graph where the layer can be captured, else one by one (the baseline asks the host)."""
+        bound = [bind(layer, call) for call in calls]
 
         def eager() -> None:
-            for call in order:
-                layer(call.x, call.topk_idx, call.topk_weights)
+            for index in order:
+                bound[index]()
 
         if self.device.type == "cpu" or variant.impl == "nccl":
             eager()
             return eager
-        return capture([eager]).replay
+        try:
+            return capture([eager]).replay
+        except RuntimeError as error:
+            if isinstance(error, WarpringError) or not variant.is_peer:
+                raise
+            raise WarpringError(f"{variant.impl} was not captured in a CUDA graph: {error}") from error
 
     def _window(self, replay: Callable[[], object], count: int) -> float:
         """Microseconds of one of `count` replays in a row; on a CPU of one."""
@@ -322,6 +336,8 @@ class EpBench:
         }
         if cosine is not None:
             fields["cosine_min"] = cosine
+        if isinstance(layer, PeerLayer):
+            fields["note"] = layer.note
         if (routed := routed_layer(layer)) is not None:
             fields["block_m"] = routed.problem.tokens_per_block
             if (counts := routed.sm_counts) is not None:
@@ -330,7 +346,8 @@ class EpBench:
 
     def _failure(self, variant: Variant, reason: str, common: dict[str, Any]) -> Record:
         """A point without a time: what was asked for, and why there is none."""
-        asked = {"comm_sms": variant.comm_sms, "block_m": variant.block_m, "note": variant.partition}
+        note = None if variant.is_peer else variant.partition
+        asked = {"comm_sms": variant.comm_sms, "block_m": variant.block_m, "note": note}
         fields = {name: value for name, value in asked.items() if value is not None}
         return record("expert_parallel", device=self.device, **common, **self._what(variant), **fields, failed=reason)
 
@@ -347,7 +364,7 @@ class EpBench:
         }
         if variant.knob:
             fields["knob"] = variant.knob
-        if not baseline:
+        if not baseline and not variant.is_peer:
             fields["overlap"] = variant.impl != "shared"
         if variant.num_slots is not None:
             fields["ring_blocks"] = variant.num_slots

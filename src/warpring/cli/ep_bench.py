@@ -25,8 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="time expert-parallel decode on the ranks of torchrun",
         description="Time one expert-parallel layer: CUDA graphs of 16 calls with changing routings, 10 replays to "
         "warm up, 30 windows, the slowest rank. Baselines: shared (the same kernels without partition, in stream "
-        "order) and nccl (all-to-alls around a grouped GEMM, BF16 weights). On CPUs it shows how it works, not how "
-        "fast.",
+        "order) and nccl (all-to-alls around a grouped GEMM, BF16 weights). Peers, where they can be imported: "
+        "flashinfer_pull, flashinfer_pull_staged, flashinfer_push, deepgemm_mega (fp8_block). On CPUs it shows how it "
+        "works, not how fast.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -35,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     shape.add_argument("--shape", help="free sizes, like h4096xi2048xe256xk6")
     parser.add_argument("--format", default="mxfp4", help="number format of the weights (default %(default)s)")
     parser.add_argument("--tokens", default="1,8,32,128", metavar="T,...", help="a rank (default %(default)s)")
-    parser.add_argument("--impl", default="warpring", metavar="NAME,...", help="warpring, shared, nccl")
+    parser.add_argument("--impl", default="warpring", metavar="NAME,...", help="warpring, shared, nccl, or a peer")
     parser.add_argument("--activation", default="fp8", metavar="FORM,...", help="fp8, bf16 (default %(default)s)")
     parser.add_argument("--comm-sms", metavar="N,...", help="communication SMs (default: a choice that fits)")
     parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf"), help="(default %(default)s)")
@@ -73,16 +74,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _variants(args: argparse.Namespace) -> list[Variant]:
+    from warpring.bench.ep_peers import EP_PEERS
     from warpring.bench.ep_variants import Variant
     from warpring.cli.bench import parse_counts, parse_list
 
-    impls: Any = parse_list("--impl", args.impl, ("warpring", "shared", "nccl"))
+    impls: Any = parse_list("--impl", args.impl, ("warpring", "shared", "nccl", *EP_PEERS))
     forms: Any = parse_list("--activation", args.activation, ("fp8", "bf16"))
     splits: list[int | None] = [None] if args.comm_sms is None else list(parse_counts("--comm-sms", args.comm_sms, 256))
     found: list[Variant] = []
     for impl in impls:
         if impl == "nccl":
             found.append(Variant(impl="nccl", activation="bf16"))
+            continue
+        if impl in EP_PEERS:
+            found.append(Variant(impl))
             continue
         for form in forms:
             found += [Variant(impl, sms, activation=form) for sms in (splits if impl == "warpring" else [None])]
