@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from warpring.checkpoint import quantize_checkpoint
 from warpring.errors import ArgumentError, CheckpointError, UnsupportedError
@@ -105,6 +105,30 @@ def test_tied_embeddings_are_tied_again(source: Path, tmp_path: Path) -> None:
     Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "tied")
     model, _ = load_quantized(quantized(tmp_path / "tied", tmp_path / "q"))
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "minimax_m2"])
+def test_blocks_that_files_name_otherwise_than_transformers_are_found(tmp_path: Path, model_type: str) -> None:
+    torch.manual_seed(8)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(model_type, **sizes, **heads)
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(tmp_path / "dense")
+    names = load_file(tmp_path / "dense/model.safetensors")
+    assert {"gate", "experts"} <= {name.split(".")[4] for name in names if ".block_sparse_moe." in name}
+    loaded, packed = load_quantized(quantized(tmp_path / "dense", tmp_path / "q"))
+    assert list(packed) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16).eval()
+    install(dense, format="mxfp8", free=True)
+    ids = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        assert torch.equal(loaded(ids).logits, dense(ids).logits)
 
 
 def test_path_is_forced_and_progress_counts_layers(source: Path, tmp_path: Path) -> None:

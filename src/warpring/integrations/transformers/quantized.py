@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -17,6 +18,9 @@ from warpring.errors import CheckpointError, UnsupportedError
 from warpring.experts import Experts
 from warpring.integrations.transformers.install import Layout, Progress, check_settings, install_packed
 from warpring.layout import PackedExperts, pack_experts
+
+#: The MoE block of a layer as files of Mixtral and MiniMax-M2 name it, and as transformers' modules do.
+_BLOCK_IN_FILES, _BLOCK_IN_MODEL = ".block_sparse_moe.", ".mlp."
 
 
 def is_quantized_checkpoint(directory: str | os.PathLike[str]) -> bool:
@@ -88,7 +92,10 @@ def load_quantized(
             "was. Quantise a BF16 source instead."
         )
     model = _empty_model(directory)
-    names = {checkpoint.expert_prefix(layer).rstrip("."): layer for layer in checkpoint.moe_layers}
+    modules = {name for name, _ in model.named_modules()}
+    names = {
+        _name_in_model(checkpoint.expert_prefix(layer).rstrip("."), modules): layer for layer in checkpoint.moe_layers
+    }
     _load_others(model, checkpoint, tuple(f"{name}." for name in names))
     packed: dict[str, Any] = {}
     for name, layer in names.items():
@@ -112,17 +119,23 @@ def _empty_model(directory: str | os.PathLike[str]) -> Any:
     return model.eval()
 
 
+def _name_in_model(name: str, known: Container[str]) -> str:
+    """What transformers calls a module or weight of that name in the files."""
+    return name if name in known else name.replace(_BLOCK_IN_FILES, _BLOCK_IN_MODEL)
+
+
 def _load_others(model: Any, checkpoint: Checkpoint, expert_prefixes: tuple[str, ...]) -> None:
     """Fill every weight that is no expert's; each must be in the checkpoint, or tied to one that is."""
     wanted: dict[str, torch.Tensor] = {
         name: tensor for name, tensor in model.state_dict().items() if not name.startswith(expert_prefixes)
     }
     loaded: set[str] = set()
-    for name, tensor in checkpoint.other_tensors():
+    for stored_name, tensor in checkpoint.other_tensors():
+        name = _name_in_model(stored_name, wanted)
         if name not in wanted or wanted[name].shape != tensor.shape:
             have = list(wanted[name].shape) if name in wanted else "no such weight"
             raise CheckpointError(
-                f"load_quantized: {checkpoint.path}: {name} {list(tensor.shape)} must be a weight of "
+                f"load_quantized: {checkpoint.path}: {stored_name} {list(tensor.shape)} must be a weight of "
                 f"{type(model).__name__}, which has {have}. Run the source checkpoint with a format instead."
             )
         wanted[name].copy_(tensor)
