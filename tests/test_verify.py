@@ -11,6 +11,7 @@ import torch
 from warpring.activation import gpt_oss_swiglu
 from warpring.errors import ArgumentError
 from warpring.formats import FORMATS
+from warpring.layout import pack_experts
 from warpring.reference import moe_exact, moe_reference
 from warpring.verify import (
     BATCHES,
@@ -157,6 +158,18 @@ def test_report_says_what_accuracy_says() -> None:
         assert found.accuracy.rms_rel_error == pytest.approx(direct.rms_rel_error, rel=1e-9)
         assert found.accuracy.max_abs_diff == pytest.approx(direct.max_abs_diff, rel=1e-9)
         assert found.accuracy.cosine_min == pytest.approx(direct.cosine_min, abs=1e-12)
+
+
+@pytest.mark.parametrize("path", ["classical", pytest.param("tile", marks=pytest.mark.gpu)])
+def test_packed_experts_are_measured_against_the_weights_that_they_were_made_of(path: str) -> None:
+    (layer,) = synthetic_inputs(9, **SMALL).to("cuda" if path == "tile" else "cpu").layers
+    experts = layer.quantized("mxfp4")
+    packed = pack_experts(experts)
+    args = layer.topk_idx, layer.topk_weights
+    rows_path = "warp" if path == "tile" else path
+    found, expected = accuracy(layer.x, packed, *args, path), accuracy(layer.x, experts, *args, rows_path)
+    assert found.output_max == expected.output_max
+    assert found.rms_rel_error == pytest.approx(expected.rms_rel_error, rel=1e-9 if path == rows_path else 0.5)
 
 
 def test_factor_is_classical_error_over_ours() -> None:

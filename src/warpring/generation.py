@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from warpring.errors import ArgumentError, CheckpointError
 from warpring.experts import Experts
 from warpring.integrations.transformers import install, is_quantized_checkpoint, load_quantized
+from warpring.layout import PackedExperts
 from warpring.verify import Accuracy, accuracy, worst
 
 #: What the experts of a BF16 checkpoint are quantised to unless a format is named.
@@ -35,12 +36,12 @@ class Loaded:
     """A model whose routed experts run through warpring.
 
     Attributes:
-        experts: the packed experts by module name.
+        experts: the experts that serve the model, by module name: `PackedExperts` for path "tile".
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    experts: Mapping[str, Experts]
+    experts: Mapping[str, Experts] | Mapping[str, PackedExperts]
 
     @property
     def format(self) -> str:
@@ -56,7 +57,7 @@ class Calls:
         topk_idx, topk_weights: [num_calls, topk], the router's choice.
     """
 
-    experts: Experts
+    experts: Experts | PackedExperts
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
@@ -100,7 +101,7 @@ def load(
     Args:
         directory: a checkpoint of transformers, or one of `warpring quantize`.
         format: number format of the experts. None: as stored if the checkpoint is quantised, else `DEFAULT_FORMAT`.
-        path: see `warpring.integrations.transformers.install`.
+        path: see `warpring.integrations.transformers.install`; experts for "tile" are packed in its layout.
         device: where the model runs.
         progress: called with (layers packed, layers in all) after each layer of experts.
 
@@ -118,11 +119,13 @@ def load(
     # Without its files, transformers makes an empty tokenizer that turns every text into nothing.
     if not tokenizer("a", add_special_tokens=False).input_ids:
         raise CheckpointError(f"generate: {directory} has no tokenizer that knows any text. Copy its files there.")
+    options: dict[str, Any] = {"path": path, "progress": progress, "layout": "tile" if path == "tile" else "rows"}
+    experts: Any
     if is_quantized_checkpoint(directory):
-        model, experts = load_quantized(directory, path=path, device=device, format=format, progress=progress)
+        model, experts = load_quantized(directory, device=device, format=format, **options)
     else:
         model = _complete_model(directory).to(device)
-        experts = install(model, format=format or DEFAULT_FORMAT, path=path, free=True, progress=progress)
+        experts = install(model, format=format or DEFAULT_FORMAT, free=True, **options)
     return Loaded(model.eval(), tokenizer, experts)
 
 
@@ -172,12 +175,13 @@ def generate(
 def accuracy_of_paths(generation: Generation) -> dict[str, Accuracy]:
     """Accuracy of decode and of the classical path on what reached the experts, against FP64, in the worst layer.
 
-    Decode is path "warp" on a GPU, and on a CPU "cores". Empty where no decode call was recorded.
+    Decode is path "tile" where the experts are packed for it, else "warp" on a GPU and "cores" on a CPU. Empty where no
+    decode call was recorded.
     """
     if not generation.calls:
         return {}
-    devices = {calls.experts.device.type for calls in generation.calls.values()}
-    decode = "warp" if devices == {"cuda"} else "cores"
+    experts = next(iter(generation.calls.values())).experts
+    decode = "tile" if isinstance(experts, PackedExperts) else "warp" if experts.device.type == "cuda" else "cores"
     return {
         path: worst(
             [accuracy(c.x.bfloat16(), c.experts, c.topk_idx, c.topk_weights, path) for c in generation.calls.values()]

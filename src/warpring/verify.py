@@ -25,7 +25,7 @@ from warpring.decode import moe_decode
 from warpring.errors import ArgumentError
 from warpring.experts import Experts
 from warpring.formats import FORMATS, get_format
-from warpring.layout import pack_experts
+from warpring.layout import PackedExperts, pack_experts, unpack_experts
 from warpring.reference import moe_exact
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -181,11 +181,15 @@ def compare(y: torch.Tensor, exact: torch.Tensor) -> Accuracy:
 
 
 def accuracy(
-    x: torch.Tensor, experts: Experts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, path: str
+    x: torch.Tensor, experts: Experts | PackedExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, path: str
 ) -> Accuracy:
-    """Accuracy of one path of `moe_decode` against FP64 from the stored weights; arguments and errors are its own."""
-    y = moe_decode(x, experts, topk_idx, topk_weights, path=path)
-    return compare(y, moe_exact(x, experts, topk_idx, topk_weights))
+    """Accuracy of one path of `moe_decode` against FP64 from the stored weights; arguments and errors are its own.
+
+    `PackedExperts` are unpacked for FP64, and for every path but "tile".
+    """
+    rows = unpack_experts(experts) if isinstance(experts, PackedExperts) else experts
+    y = moe_decode(x, experts if path == "tile" else rows, topk_idx, topk_weights, path=path)
+    return compare(y, moe_exact(x, rows, topk_idx, topk_weights))
 
 
 def synthetic_inputs(

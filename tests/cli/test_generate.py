@@ -20,6 +20,7 @@ from warpring.cli import main
 from warpring.errors import ArgumentError
 from warpring.generation import MAX_RECORDED_CALLS, Generation, Loaded, accuracy_of_paths, load
 from warpring.integrations.transformers import reset_stats, stats
+from warpring.layout import PackedExperts, unpack_experts
 from warpring.policy import choose_path
 from warpring.verify import Accuracy
 
@@ -142,6 +143,31 @@ def test_forced_path_serves_every_call() -> None:
     model = load(MODEL, path="classical", device=DEVICE)
     write(model, max_new_tokens=3)
     assert set(stats(model.model)) == {"classical"}
+
+
+def test_experts_for_the_tile_path_are_packed_for_it(tmp_path: Path) -> None:
+    quantize_checkpoint(MODEL, tmp_path / "q", "mxfp4")
+    for directory in (MODEL, tmp_path / "q"):
+        packed = load(directory, path="tile", format="mxfp4", device=DEVICE)
+        assert {type(experts) for experts in packed.experts.values()} == {PackedExperts}
+        assert packed.format == "mxfp4"
+        rows = load(directory, path="grouped", format="mxfp4", device=DEVICE)
+        for name, experts in rows.experts.items():
+            unpacked = unpack_experts(packed.experts[name])
+            assert torch.equal(unpacked.w13.data, experts.w13.data)
+            assert torch.equal(unpacked.w2.data, experts.w2.data)
+
+
+@pytest.mark.gpu
+def test_tile_path_serves_every_call_and_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    packed = load(MODEL, path="tile", device=DEVICE)
+    run, _ = write(packed, "x " * 60, max_new_tokens=5)
+    assert set(stats(packed.model)) == {"tile"}
+    found = accuracy_of_paths(run)
+    assert list(found) == ["tile", "classical"]
+    assert found["tile"].cosine_min > 0.99999
+    assert generate(str(MODEL), "--path", "tile", "--max-new-tokens", "3") == 0
+    assert "tile decode" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -294,9 +320,18 @@ def test_missing_model_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "nowhere must be a checkpoint directory" in line
 
 
-@pytest.mark.skipif(GPU, reason="a GPU serves path warp")
-def test_warp_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "path 'warp' needs CUDA tensors" in refusal(capsys, str(MODEL), "--path", "warp")
+@pytest.mark.skipif(GPU, reason="a GPU serves both paths")
+@pytest.mark.parametrize("path", ["warp", "tile"])
+def test_path_of_a_gpu_without_one_is_refused(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    assert f"path '{path}' needs CUDA tensors" in refusal(capsys, str(MODEL), "--path", path)
+
+
+@pytest.mark.skipif(GPU, reason="one path of a CPU is enough")
+def test_grouped_path_serves_every_call(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(str(MODEL), "--path", "grouped", "--max-new-tokens", "3") == 0
+    served = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grouped GEMM")]
+    assert len(served) == 1
+    assert int(served[0].split()[2]) == 4 * 3
 
 
 def copy_of_model(target: Path) -> Path:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from warpring.experts import Experts
     from warpring.generation import Generation, Loaded
+    from warpring.layout import PackedExperts
 
 EXAMPLE_MODEL = Path("examples", "tiny-qwen3-moe")
 DEFAULT_PROMPT = 'def read_config(path, default=None):\n    """Read the configuration file at path.\n\n    Return'
@@ -24,9 +25,10 @@ DEFAULT_PROMPT = 'def read_config(path, default=None):\n    """Read the configur
 # Below this, a CPU spends more on handing an expert's work to a second thread than the thread saves.
 _SMALL_EXPERT_BYTES = 1 << 20
 
-_PATHS = ("auto", "warp", "cores", "grouped", "classical", "reference")
+_PATHS = ("auto", "warp", "tile", "cores", "grouped", "classical", "reference")
 _PATH_TITLES = {
     "warp": "warp decode",
+    "tile": "tile decode",
     "cores": "decode on CPU cores",
     "reference": "decode in plain torch",
     "classical": "classical",
@@ -174,7 +176,7 @@ def _show(loaded: Loaded, generation: Generation, console: Console) -> None:
         console.print("Cosine and relative RMS error: against FP64, in this run's worst layer.", style="dim")
 
 
-def _where(experts: Experts) -> str:
+def _where(experts: Experts | PackedExperts) -> str:
     """The GPU's name, or "the CPU"."""
     import torch
 
