@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -13,8 +14,45 @@ from warpring.formats import QuantizedTensor, get_format
 MAX_EXPERTS = 1024
 
 
+class _Sized(Protocol):
+    """A matrix that knows its bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class _Layer(_Sized, Protocol):
+    """What `LayerBytes` needs of a layer."""
+
+    @property
+    def w13(self) -> _Sized: ...
+    @property
+    def w2(self) -> _Sized: ...
+    @property
+    def w13_bias(self) -> torch.Tensor | None: ...
+    @property
+    def w2_bias(self) -> torch.Tensor | None: ...
+    @property
+    def num_experts(self) -> int: ...
+
+
+class LayerBytes:
+    """The memory that a layer's experts take, in whatever layout they are."""
+
+    @property
+    def nbytes(self: _Layer) -> int:
+        """Bytes of weights, scales and biases."""
+        biases = (b for b in (self.w13_bias, self.w2_bias) if b is not None)
+        return self.w13.nbytes + self.w2.nbytes + sum(b.numel() * b.element_size() for b in biases)
+
+    @property
+    def bytes_per_expert(self: _Layer) -> int:
+        """Bytes that one expert's work must read at least once: codes, scales, biases."""
+        return self.nbytes // self.num_experts
+
+
 @dataclass(frozen=True, eq=False)
-class Experts:
+class Experts(LayerBytes):
     """Expert weights of one layer.
 
     Attributes:
@@ -58,17 +96,6 @@ class Experts:
     @property
     def device(self) -> torch.device:
         return self.w13.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights, scales and biases."""
-        biases = (b for b in (self.w13_bias, self.w2_bias) if b is not None)
-        return self.w13.nbytes + self.w2.nbytes + sum(b.numel() * b.element_size() for b in biases)
-
-    @property
-    def bytes_per_expert(self) -> int:
-        """Bytes that one expert's work must read at least once: codes, scales, biases."""
-        return self.nbytes // self.num_experts
 
     @classmethod
     def from_dense(

@@ -21,7 +21,7 @@ import torch
 
 from warpring.activation import Activation
 from warpring.errors import UnsupportedError
-from warpring.experts import Experts
+from warpring.experts import Experts, LayerBytes
 from warpring.formats import QuantizedTensor, ceil_div, e2m1
 
 PANEL_ROWS = 16
@@ -298,7 +298,7 @@ _PACKED_AT_ONCE = 4
 
 
 @dataclass(frozen=True, eq=False)
-class PackedExperts:
+class PackedExperts(LayerBytes):
     """One layer's experts in tile layout: what `moe_decode` runs on the tile path, and on the grouped one.
 
     The row-major codes are not kept: drop the `Experts` it was made from, and the layer is in memory once.
@@ -326,17 +326,6 @@ class PackedExperts:
     @property
     def device(self) -> torch.device:
         return self.w13.records.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights, scales and biases."""
-        biases = (b for b in (self.w13_bias, self.w2_bias) if b is not None)
-        return self.w13.nbytes + self.w2.nbytes + sum(b.numel() * b.element_size() for b in biases)
-
-    @property
-    def bytes_per_expert(self) -> int:
-        """Bytes that one expert's work must read at least once: codes, scales, biases."""
-        return self.nbytes // self.num_experts
 
     def to(self, device: torch.device | str) -> PackedExperts:
         """The same experts on another device."""
