@@ -1,4 +1,4 @@
-"""The classical, expert-centric path in its 8 stages: the baseline that warp decode is measured against (W6).
+"""The classical, expert-centric path in its 8 stages: the baseline that warp decode is measured against.
 
 Tokens are packed by expert, so that each expert's weights are read once however many tokens want it; that pays
 at prefill, and costs five stages of bookkeeping (marked *) that compute nothing. What prefill really takes is

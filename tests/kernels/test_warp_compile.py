@@ -52,7 +52,7 @@ def test_kernels_compile_without_spills(shape: tuple[int, int, int], format: str
         assert cubin.code[:4] == b"\x7fELF"
         assert cubin.spill_bytes == 0
         assert 0 < cubin.registers <= MAX_REGISTERS
-        assert cubin.smem_bytes == 0  # W3, W5: neither staging nor reduction through shared memory
+        assert cubin.smem_bytes == 0  # neither staging nor reduction through shared memory
 
 
 def test_index_type_and_gate_function_are_part_of_the_kernel() -> None:

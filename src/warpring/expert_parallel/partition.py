@@ -1,6 +1,6 @@
 """How the SMs of a device are split into a communication and a compute partition: the plan, then the streams.
 
-The four rules of a split (G2): at least 32 compute SMs, an even number of them, at least 2 communication SMs, and both
+The four rules of a split: at least 32 compute SMs, an even number of them, at least 2 communication SMs, and both
 together are all of the device's. A driver adds its own: a least partition, and a granularity.
 """
 
@@ -43,7 +43,7 @@ class Split:
 
 
 def broken_rules(split: Split, num_sms: int) -> Iterator[str]:
-    """The rules of G2 that a split of a device with `num_sms` SMs breaks, in words."""
+    """Those of the four rules that a split of a device with `num_sms` SMs breaks, in words."""
     if split.compute_sms < MIN_COMPUTE_SMS:
         yield f"compute SMs must be at least {MIN_COMPUTE_SMS}; got {split.compute_sms}"
     if split.compute_sms % 2:

@@ -33,7 +33,7 @@ _u64, _u32, _i32, _ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32, ctype
 
 
 class PeerTable(ctypes.Structure):
-    """Where the peers' regions lie: `base + offset[p]` modulo 2^64; 592 bytes (G5)."""
+    """Where the peers' regions lie: `base + offset[p]` modulo 2^64; 592 bytes."""
 
     _fields_ = (("base", _u64), ("offset", _u64 * MAX_RANKS), ("rank", _i32), ("num_ranks", _i32))
 

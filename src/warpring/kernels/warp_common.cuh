@@ -7,7 +7,7 @@
 #pragma once
 #include "formats.cuh"
 
-constexpr int kWarps = 8;  // warps of a CTA (W3)
+constexpr int kWarps = 8;  // warps of a CTA, which share nothing
 constexpr int kLanes = 32;
 constexpr int kHidden = WARPRING_HIDDEN;
 constexpr int kIntermediate = WARPRING_INTERMEDIATE;
@@ -22,7 +22,7 @@ constexpr int kXPieces = Format::kWeightsPerChunk / 8;  // 16-byte pieces of BF1
 
 __device__ __forceinline__ constexpr int64_t row_bytes(int cols) { return int64_t(cols) * Format::kCodeBits / 8; }
 
-// Sum over the warp; every lane gets it. The order is fixed, so the bits are (W5).
+// Sum over the warp; every lane gets it. The order is fixed, so the bits are.
 __device__ __forceinline__ float butterfly_sum(float v) {
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask >>= 1) v += __shfl_xor_sync(0xffffffffu, v, mask);
