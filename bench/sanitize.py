@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -43,6 +43,8 @@ MOST_ERROR = 4e-3
 #: Layers of expert parallelism: ragged sizes, MXFP4 and FP8; and tokens of the rank.
 EP_LAYERS = [name for name in EP_FORMATS if name.startswith("h")]
 EP_TOKENS = 12
+#: Seconds that a role may wait: a sanitizer is slow, but whoever must be stopped by hand leaves no log.
+EP_TIMEOUT = 60.0
 #: In what order the roles may run; see above.
 EP_MODES: tuple[Literal["sequence", "streams"], ...] = ("sequence", "streams")
 #: What the kernels of each part have in their names.
@@ -88,8 +90,9 @@ def run_expert_parallel(device: torch.device) -> None:
     forms: tuple[ActivationForm, ...] = ("fp8", "bf16")
     number = 0
     for name, activation, num_shared, mode in product(EP_LAYERS, forms, (0, 1), EP_MODES):
+        options: dict[str, Any] = {"partition": mode, "timeout": EP_TIMEOUT}
         verifier = Verifier(
-            name, None, device, activation=activation, num_shared=num_shared, max_tokens=EP_TOKENS, partition=mode
+            name, None, device, activation=activation, num_shared=num_shared, max_tokens=EP_TOKENS, **options
         )
         with verifier.layer:
             _check_ring(verifier, mode)
