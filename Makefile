@@ -44,7 +44,8 @@ bench: setup-test ## measure the rows of README's table on this GPU, into bench/
 bench-all: setup-test ## measure every figure of docs/ on this GPU, step by step; a second call goes on
 	@PYTHON=$(BIN)/python bash bench/gpu_session.sh $(ARGS)
 
-tables: setup-test ## write tables, plots and crossovers from bench/results
+tables: setup-test ## write tables, plots, crossovers and the simulation's constants from bench/results
+	@$(BIN)/python -m warpring.bench.ep_calibration
 	@$(BIN)/python -m warpring.bench.tables
 	@$(BIN)/python -m warpring.bench.crossovers
 	@$(BIN)/python bench/plots.py

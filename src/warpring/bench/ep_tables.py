@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from warpring.bench.ep_bar import ASKED, bar_keys, limit_us, nccl_of, p50_us, peers_of, shared_of
+from warpring.bench.ep_measured import ep_predicted
 from warpring.bench.ep_points import (
     ABLATION_FORMAT,
     ABLATION_MODEL,
@@ -214,4 +215,5 @@ EP_TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "ep-asked": ep_asked,
     "ep-bar": ep_bar,
     "ep-ablation": ep_ablation,
+    "ep-predicted": ep_predicted,
 }

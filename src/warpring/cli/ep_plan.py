@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from warpring.errors import ArgumentError
@@ -10,7 +11,8 @@ from warpring.errors import ArgumentError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from warpring.expert_parallel.simulate import Machine, Prediction
+    from warpring.expert_parallel.machines import Calibration, Machine
+    from warpring.expert_parallel.simulate import Prediction
 
 _EXAMPLES = """\
 examples
@@ -25,8 +27,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "ep-plan",
         help="predict an expert-parallel layer and its best partition",
-        description="Predict the time of one expert-parallel layer from the bytes and operations of its roles, and "
-        "choose how many multiprocessors to give to communication. Needs no GPU.",
+        description="Predict the time of one expert-parallel layer, role by role, from bytes and operations, and "
+        "choose how many multiprocessors to give to communication. Says how far off predictions are where layers "
+        "were measured on that GPU. Needs no GPU.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -53,29 +56,33 @@ def run(args: argparse.Namespace) -> int:
     from warpring.bench.shapes import parse_shape
     from warpring.cli.bench import parse_counts
     from warpring.expert_parallel.problem import MAX_TOKENS_PER_RANK
-    from warpring.expert_parallel.simulate import Workload, best_split, predict
+    from warpring.expert_parallel.simulate import Workload, best_split, predict, usual_block_m
 
     shape = parse_shape(args.shape or args.model or "deepseek-v4-flash")
-    machine = _machine(args)
+    machine, calibration = _machine(args)
+    counts = parse_counts("--tokens", args.tokens, MAX_TOKENS_PER_RANK)
+    load = Workload(
+        shape.hidden, shape.intermediate, shape.num_experts, shape.topk,
+        args.ranks, max(counts), args.format, args.activation, args.skew,
+    )  # fmt: skip
+    block_m = usual_block_m(shape.num_experts, shape.topk, args.ranks, max(counts))
+    # Between measured partitions one could guess; a GPU of another size has others.
+    splits = calibration.splits if calibration is not None and machine.num_sms == calibration.machine.num_sms else None
     rows: list[tuple[int, Prediction]] = []
-    for tokens in parse_counts("--tokens", args.tokens, MAX_TOKENS_PER_RANK):
-        load = Workload(
-            shape.hidden, shape.intermediate, shape.num_experts, shape.topk,
-            args.ranks, tokens, args.format, args.activation, args.skew,
-        )  # fmt: skip
-        chosen = best_split(machine, load) if args.comm_sms is None else predict(machine, load, args.comm_sms)
+    for tokens in counts:
+        at = replace(load, tokens_per_rank=tokens, block_m=block_m)
+        chosen = best_split(machine, at, splits) if args.comm_sms is None else predict(machine, at, args.comm_sms)
         rows.append((tokens, chosen))
     console = Console()
     title = f"{shape.name}, {args.format} weights, {args.activation} activations, {args.ranks} x {machine.name}"
     console.print(_table(title, rows))
-    console.print("Predicted, not measured: bytes and operations over the rates of the machine.", style="dim")
+    console.print(_trust(machine, calibration), style="dim")
     return 0
 
 
-def _machine(args: argparse.Namespace) -> Machine:
-    from dataclasses import replace
-
-    from warpring.expert_parallel.simulate import MACHINES
+def _machine(args: argparse.Namespace) -> tuple[Machine, Calibration | None]:
+    """The GPU as asked for, and what is known of it from measured layers."""
+    from warpring.expert_parallel.machines import DEVICE_NAMES, MACHINES, calibration_of
 
     if args.machine not in MACHINES:
         raise ArgumentError(f"--machine must be one of {', '.join(MACHINES)}; got {args.machine!r}.")
@@ -83,26 +90,26 @@ def _machine(args: argparse.Namespace) -> Machine:
     given = {name: value for name, value in given.items() if value is not None}
     if bad := [name for name, value in given.items() if value <= 0]:
         raise ArgumentError(f"{bad[0]} must be positive; got {given[bad[0]]}.")
-    return replace(MACHINES[args.machine], **given)
+    device = DEVICE_NAMES.get(args.machine)
+    calibration = None if device is None else calibration_of(device)
+    return replace(MACHINES[args.machine] if calibration is None else calibration.machine, **given), calibration
+
+
+def _trust(machine: Machine, calibration: Calibration | None) -> str:
+    """How good the predictions are, in words."""
+    if calibration is None:
+        return f"Predicted, not measured: no layer was measured on {machine.name}, so the error is not known."
+    changed = "" if machine == calibration.machine else " That holds for the GPU as it is, not for changed figures."
+    return f"Predicted. {calibration.statement}{changed}"
 
 
 def _table(title: str, rows: list[tuple[int, Prediction]]) -> Table:
     from rich.table import Table
 
-    table = Table(title=title)
-    heads = (
-        "tokens/rank",
-        "comm + compute SMs",
-        "floor us",
-        "pull us",
-        "experts us",
-        "combine us",
-        "layer us",
-        "bound",
-    )
-    for head in heads:
-        table.add_column(head, justify="right")
+    table = Table(title=title, caption="microseconds; T tokens a rank; SMs for communication + compute")
+    for head in ("T", "SMs", "floor", "role1", "role2", "role3", "layer", "bound"):
+        table.add_column(head, justify="right", no_wrap=True)
     for tokens, p in rows:
-        times = (p.floor_us, p.pull_us, p.experts_us, p.combine_us, p.total_us)
+        times = (p.floor_us, p.dispatch_us, p.experts_us, p.combine_us, p.total_us)
         table.add_row(str(tokens), f"{p.comm_sms} + {p.compute_sms}", *(f"{time:.1f}" for time in times), p.bound)
     return table

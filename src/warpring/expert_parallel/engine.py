@@ -22,6 +22,7 @@ from warpring.expert_parallel.partition import PartitionMode, Split, open_partit
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.rendezvous import Ranks
 from warpring.expert_parallel.roles import INDEX_DTYPES, Roles, failure, role_specs
+from warpring.expert_parallel.simulate import choose_comm_sms
 from warpring.expert_parallel.workspace import make_params, pinned_error, plan_layout, plan_schedule, read_error
 from warpring.experts import Experts
 from warpring.runtime.device import arch_of, index_of
@@ -62,7 +63,11 @@ class KernelEngine:
         self.ranks = Ranks(group, timeout)
         try:
             with torch.cuda.device(index):
-                self._partition = open_partition(index, options.comm_sms, options.partition)
+                comm_sms = options.comm_sms
+                if comm_sms is None:
+                    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+                    comm_sms = choose_comm_sms(problem, torch.cuda.get_device_name(index), num_sms)
+                self._partition = open_partition(index, comm_sms, options.partition)
                 try:
                     self._build(problem, group, index)
                 except BaseException:

@@ -64,7 +64,7 @@ class ExpertParallelDecode:
             group: the ranks' process group of torch.distributed, or None for one rank alone.
             experts: this rank's own experts (see `local_experts`), on the device where the layer shall run.
             shared: the shared experts, the same on every rank, where the problem has some.
-            comm_sms: SMs for communication (see `plan_split`); None chooses.
+            comm_sms: SMs for communication (see `plan_split`); None lets `choose_comm_sms` choose.
             num_slots: ring slots (see `plan_schedule`); None chooses.
             timeout: seconds that a rank waits for another, here and in every call.
             partition: how a GPU is shared between communication and compute, see `open_partition`.

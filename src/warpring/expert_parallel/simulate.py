@@ -1,11 +1,13 @@
 """How long an expert-parallel layer should take: bytes and operations of each role over what a machine gives.
 
-The model is a roofline a role, put in sequence as the roles depend on each other:
+Each role is a roofline, put in sequence as the roles depend on each other:
 
-    total = overhead + arrive + plan + max(experts, pull) + combine
+    total  = overhead + role1 up to the plan + middle + role3
+    middle = max(experts, pull, results) + exposed * min(experts, pull)
+    experts = max(memory, cache, issue slots, tensor cores) + task_us * tasks of a multiprocessor
 
-with `experts` the slowest of memory, cache and tensor cores. Experts that nobody wants cost nothing, so counts are
-expectations over random routings. `calibrate` fits overhead and efficiency to measured points.
+Experts that nobody wants cost nothing, so counts are expectations over random routings. The constants are in
+`machines.py`; where a file of measured ones exists, they were fitted to measured layers.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import NormalDist
 
 from warpring.errors import ArgumentError
+from warpring.expert_parallel.machines import Machine, calibration_of
+from warpring.expert_parallel.partition import DEFAULT_COMM_SMS
+from warpring.expert_parallel.problem import BLOCK_SIZES, MAX_TOKENS_PER_RANK, NEURONS, Problem
 
 #: Bytes of a weight in memory, scales included.
 WEIGHT_BYTES = {
@@ -26,50 +32,24 @@ WEIGHT_BYTES = {
     "mxfp4": 0.5 + 1 / 32,
     "nvfp4": 0.5 + 1 / 16,
 }
+#: Lane instructions a weight in the main loops (first, second GEMM) by the width of a block, counted in the machine
+#: code for sm_90a; formats without a kernel are taken not to bind.
+_FP8 = {
+    "fp8": ((0.8, 1.1), (1.0, 1.3), (1.2, 1.9), (1.8, 3.0)),
+    "bf16": ((1.5, 1.7), (1.6, 2.0), (1.9, 2.5), (2.4, 3.7)),
+}
+INSTRUCTIONS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
+    "fp8_block": _FP8,
+    "fp8_channel": _FP8,
+    "mxfp4": {
+        "fp8": ((2.1, 2.4), (2.3, 2.7), (2.5, 3.3), (3.1, 4.4)),
+        "bf16": ((2.8, 3.0), (2.9, 3.3), (3.2, 3.9), (3.7, 5.0)),
+    },
+}
+_LANES = 128  # lane instructions that a multiprocessor issues a cycle
 _TILE = 128  # rows of a task
-_TOKEN_TILES = (8, 16, 32, 64)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What one GPU and its link give. Rates in GB/s, times in microseconds.
-
-    Attributes:
-        name: for tables.
-        num_sms: multiprocessors.
-        read_gbs: read peak of the memory.
-        sm_read_gbs: what one multiprocessor can draw; a partition of n draws min(n * this, read_gbs).
-        l2_gbs: what the cache gives all multiprocessors together.
-        link_gbs: reads from peers, all of them together, one direction.
-        sm_link_gbs: what one multiprocessor can pull over the link.
-        fp8_tflops: dense tensor throughput of the FP8 form; the 16-bit form has half.
-        hop_us: from a store in one rank to its sight in another, with the flag.
-        overhead_us: launches and the fork into partitions, a layer.
-        efficiency: achieved over ideal time of the experts; below 1.
-        granularity: partitions are multiples of this many multiprocessors.
-    """
-
-    name: str
-    num_sms: int
-    read_gbs: float
-    sm_read_gbs: float
-    l2_gbs: float
-    link_gbs: float
-    sm_link_gbs: float
-    fp8_tflops: float
-    hop_us: float
-    overhead_us: float
-    efficiency: float = 1.0
-    granularity: int = 8
-
-
-#: Measured on two H200s, driver 580.159: read peak, reads by partition size (8 SMs 1.26 TB/s, 48 saturate), pull from a
-#: peer (8 CTAs 321 GB/s), flag ping-pong (2.63 us both ways), fork into Green Contexts (4.9 to 6.6 us). The cache's and
-#: the tensor cores' rates are nominal.
-H200 = Machine("H200", 132, 4530.0, 157.0, 7000.0, 335.0, 40.0, 1979.0, 1.3, 5.5)
-#: Nominal figures: nothing was measured on it.
-B300 = Machine("B300", 148, 7000.0, 157.0, 12000.0, 800.0, 40.0, 4500.0, 1.3, 5.5)
-MACHINES = {machine.name.lower(): machine for machine in (H200, B300)}
+#: Differences between splits below this are no reason to leave the usual one: the simulation cannot tell them.
+_TIE = 0.005
 
 
 @dataclass(frozen=True)
@@ -84,6 +64,7 @@ class Workload:
         activation: "fp8" or "bf16": operands of the tensor cores, and the form on the wire.
         skew: load of the busiest rank over the mean; 1 is even, num_ranks is everything on one.
         block_m: tokens of a ring block.
+        num_shared: fused shared experts, in FP8, which see every token of their own rank.
     """
 
     hidden: int
@@ -96,6 +77,7 @@ class Workload:
     activation: str = "fp8"
     skew: float = 1.0
     block_m: int = 32
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
         if self.format not in WEIGHT_BYTES:
@@ -127,54 +109,95 @@ class Workload:
         """Bytes of one expert's weights."""
         return 3 * self.hidden * self.intermediate * WEIGHT_BYTES[self.format]
 
-    def per_expert_probability(self) -> float:
-        """That a token wants one given expert of the busiest rank."""
-        return min(1.0, self.skew * self.topk / self.num_experts)
+    @property
+    def busiest(self) -> float:
+        """Pairs of the busiest rank over those of an average one: the skew, and chance.
+
+        A token's K experts fall on a rank hypergeometrically; of R normal values that add up to a constant the largest
+        lies about this many standard deviations above the mean (Blom's approximation of the expected maximum).
+        """
+        ranks, share, tokens = self.num_ranks, 1 / self.num_ranks, self.num_ranks * self.tokens_per_rank
+        if ranks == 1 or not tokens:
+            return 1.0
+        spread = self.topk * share * (1 - share) * (self.num_experts - self.topk) / max(1, self.num_experts - 1)
+        above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * math.sqrt(ranks / (ranks - 1))
+        luck = above * math.sqrt(tokens * spread) / (tokens * self.topk * share)
+        # Where one rank leads by skew, chance seldom makes another one the busiest.
+        return min(1 + math.hypot(self.skew - 1, luck * (1 - (self.skew - 1) / max(1, ranks - 1))), float(ranks))
+
+
+def usual_block_m(num_experts: int, topk: int, num_ranks: int, max_tokens: int = MAX_TOKENS_PER_RANK) -> int:
+    """Tokens of a ring block of a layer that serves so many tokens a rank, where nobody says otherwise."""
+    return Problem(32, 32, num_experts, topk, num_ranks, max_tokens).tokens_per_block
+
+
+def workload_of(problem: Problem, tokens_per_rank: int, skew: float = 1.0) -> Workload:
+    """The load of a layer with so many tokens a rank."""
+    return Workload(
+        problem.hidden,
+        problem.intermediate,
+        problem.num_experts,
+        problem.topk,
+        problem.num_ranks,
+        tokens_per_rank,
+        problem.format,
+        problem.activation,
+        skew,
+        problem.tokens_per_block,
+        problem.num_shared,
+    )
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Expected work of the busiest rank in one call: the call takes as long as its slowest rank."""
+    """Expected work of the busiest rank in one call: the call takes as long as its slowest rank.
+
+    Attributes:
+        pairs: (token, slot) pairs, those of shared experts included.
+        experts: distinct routed experts.
+        widths: blocks whose tokens are 8, 16, 32 and 64 columns of a product.
+    """
 
     pairs: float
     experts: float
-    blocks: float
-    padded: float  # tokens of all blocks, each block's rounded up to what the tensor cores take
+    widths: tuple[float, ...]
+
+    @property
+    def blocks(self) -> float:
+        """Ring blocks."""
+        return sum(self.widths)
+
+    @property
+    def padded(self) -> float:
+        """Tokens of all blocks, each block's rounded up to what the tensor cores take."""
+        return sum(width * blocks for width, blocks in zip(BLOCK_SIZES, self.widths, strict=True))
 
 
+@lru_cache(maxsize=4096)
 def count_work(load: Workload) -> Counts:
-    """Expected pairs, distinct experts, blocks and padded tokens of the busiest rank.
+    """Expected pairs, distinct experts and blocks of the busiest rank.
 
-    The tokens of an expert are binomial: every one of R * T tokens wants it with the same probability, which is that of
-    an average rank plus the chance that makes one rank the busiest of R.
+    The tokens of an expert are binomial: every one of R * T tokens wants it with the same probability.
     """
     tokens = load.num_ranks * load.tokens_per_rank
     local = load.num_experts // load.num_ranks
-    p = min(1.0, load.per_expert_probability() * _luck(load)) if tokens else 0.0
-    blocks = padded = 0.0
+    p = min(1.0, load.busiest * load.topk / load.num_experts) if tokens else 0.0
+    widths = [0.0] * len(BLOCK_SIZES)
+
+    def add(pairs: int, experts: float) -> None:
+        full, rest = divmod(pairs, load.block_m)
+        widths[BLOCK_SIZES.index(load.block_m)] += experts * full
+        if rest:
+            widths[_width(rest)] += experts
+
     for n, chance in _binomial(tokens, p):
-        full, rest = divmod(n, load.block_m)
-        blocks += chance * (full + (rest > 0))
-        padded += chance * (full * load.block_m + (_pad(rest, load.block_m) if rest else 0))
+        add(n, local * chance)
+    add(load.tokens_per_rank, load.num_shared)
     return Counts(
-        pairs=local * tokens * p,
+        pairs=local * tokens * p + load.num_shared * load.tokens_per_rank,
         experts=local * (1 - (1 - p) ** tokens) if tokens else 0.0,
-        blocks=local * blocks,
-        padded=local * padded,
+        widths=tuple(widths),
     )
-
-
-def _luck(load: Workload) -> float:
-    """Pairs of the busiest of R ranks over those of an average one, by chance alone.
-
-    A token's K experts fall on a rank hypergeometrically; the largest of R normal values lies about this many standard
-    deviations above the mean (Blom's approximation of the expected maximum).
-    """
-    ranks, share = load.num_ranks, 1 / load.num_ranks
-    spread = load.topk * share * (1 - share) * (load.num_experts - load.topk) / max(1, load.num_experts - 1)
-    tokens = ranks * load.tokens_per_rank
-    above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
-    return 1 + above * math.sqrt(tokens * spread) / (tokens * load.topk * share)
 
 
 def _binomial(n: int, p: float) -> Iterable[tuple[int, float]]:
@@ -196,8 +219,9 @@ def _binomial(n: int, p: float) -> Iterable[tuple[int, float]]:
             return
 
 
-def _pad(tokens: int, block_m: int) -> int:
-    return next(size for size in (*_TOKEN_TILES, block_m) if size >= min(tokens, block_m))
+def _width(tokens: int) -> int:
+    """Place among the widths of the least one that holds so many tokens."""
+    return next(place for place, size in enumerate(BLOCK_SIZES) if size >= tokens)
 
 
 @dataclass(frozen=True)
@@ -208,8 +232,10 @@ class Prediction:
         comm_sms, compute_sms: the partition.
         arrive_us: publication until a peer sees it.
         plan_us: accounting of the routing.
-        pull_us: the tokens' way over the link.
-        memory_us, cache_us, tensor_us: the experts' time by each bound.
+        pull_us: the tokens' way into the ring.
+        memory_us, cache_us, issue_us, tensor_us: the experts' time by each bound.
+        tasks_us: what their tasks cost beyond that.
+        results_us: partial results on their way over the link.
         combine_us: last partial result over the link, and the sum.
         total_us: the layer.
         floor_us: unique weight bytes over the read peak, or wire bytes over the link if that is more.
@@ -222,20 +248,34 @@ class Prediction:
     pull_us: float
     memory_us: float
     cache_us: float
+    issue_us: float
     tensor_us: float
+    tasks_us: float
+    results_us: float
     combine_us: float
     total_us: float
     floor_us: float
 
     @property
+    def dispatch_us(self) -> float:
+        """role1: routing, plan and tokens."""
+        return self.arrive_us + self.plan_us + self.pull_us
+
+    @property
     def experts_us(self) -> float:
-        """Time of the grouped GEMM by its tightest bound."""
-        return max(self.memory_us, self.cache_us, self.tensor_us)
+        """role2: both GEMMs by their tightest bound, and their tasks."""
+        return max(self.memory_us, self.cache_us, self.issue_us, self.tensor_us) + self.tasks_us
 
     @property
     def bound(self) -> str:
         """What the middle of the layer waits for."""
-        times = {"memory": self.memory_us, "cache": self.cache_us, "tensor cores": self.tensor_us, "link": self.pull_us}
+        times = {
+            "memory": self.memory_us,
+            "cache": self.cache_us,
+            "issue slots": self.issue_us,
+            "tensor cores": self.tensor_us,
+            "link": max(self.pull_us, self.results_us),
+        }
         return max(times, key=lambda name: times[name])
 
 
@@ -249,104 +289,104 @@ def predict(machine: Machine, load: Workload, comm_sms: int) -> Prediction:
         )
     counts = count_work(load)
     remote = (load.num_ranks - 1) / load.num_ranks
+    hop = machine.hop_us if load.num_ranks > 1 else 0.0
+    matrix = load.hidden * load.intermediate
+    share = compute_sms / machine.num_sms
     # GB/s are bytes a nanosecond: 1e3 of them a microsecond.
-    stream = 1e3 * min(machine.read_gbs, machine.sm_read_gbs * compute_sms)
-    link = 1e3 * min(machine.link_gbs, machine.sm_link_gbs * comm_sms)
-    weights = counts.experts * load.expert_bytes
-    wire = counts.pairs * remote * load.hidden * load.operand_bytes
+    stream = 1e3 * min(machine.read_gbs * machine.stream_share, machine.sm_read_gbs * compute_sms)
+    link = 1e3 * machine.link_gbs
+    shared = load.num_shared * 3 * matrix * WEIGHT_BYTES["fp8_block"]
+    weights = counts.experts * load.expert_bytes + shared
+    rows = counts.pairs * load.hidden * load.operand_bytes
     # Every task reads its block's tokens: H columns for I / 64 tasks, I columns for H / 128.
-    images = counts.padded * load.hidden * load.intermediate * (1 / (_TILE / 2) + 1 / _TILE) * load.operand_bytes
-    cache = 1e3 * machine.l2_gbs * compute_sms / machine.num_sms
-    tensor = 1e6 * machine.fp8_tflops / load.operand_bytes * compute_sms / machine.num_sms
-    results = load.tokens_per_rank * load.topk * load.hidden * load.partial_bytes
+    images = counts.padded * matrix * (1 / NEURONS + 1 / _TILE) * load.operand_bytes
+    tasks = counts.blocks * (load.intermediate / NEURONS + load.hidden / _TILE)
+    results = load.tokens_per_rank * (load.topk + load.num_shared) * load.hidden * load.partial_bytes
+    issue_rate = 1e3 * machine.clock_ghz * _LANES * compute_sms * machine.issue_share
+    tensor_rate = 1e6 * machine.fp8_tflops / load.operand_bytes * share
     prediction = Prediction(
         comm_sms=comm_sms,
         compute_sms=compute_sms,
-        arrive_us=machine.hop_us if load.num_ranks > 1 else 0.0,
+        arrive_us=hop,
         # 1,024 threads look at a pair each in about 50 ns, several times over.
         plan_us=0.5 + 0.2 * math.ceil(load.num_ranks * load.tokens_per_rank * load.topk / 1024),
-        pull_us=(2 * machine.hop_us if load.num_ranks > 1 else 0.0) + wire / link,
+        pull_us=2 * hop + max(rows * remote / link, rows / (1e3 * machine.sm_link_gbs * comm_sms)),
         memory_us=weights / stream,
-        cache_us=(counts.blocks * load.expert_bytes + images) / cache,
-        tensor_us=2 * 3 * counts.padded * load.hidden * load.intermediate / tensor,
-        combine_us=(2 * machine.hop_us if load.num_ranks > 1 else 0.0) + results / (1e3 * machine.read_gbs),
+        cache_us=(counts.blocks * load.expert_bytes + images) / (1e3 * machine.l2_gbs * share),
+        issue_us=_instructions(load, counts) / issue_rate if machine.converts else 0.0,
+        tensor_us=2 * 3 * counts.padded * matrix / tensor_rate,
+        tasks_us=machine.task_us * tasks / compute_sms,
+        results_us=counts.pairs * remote * load.hidden * load.partial_bytes / link,
+        combine_us=2 * hop + results / (1e3 * machine.read_gbs),
         total_us=0.0,
-        floor_us=max(weights / (1e3 * machine.read_gbs), wire / (1e3 * machine.link_gbs)),
+        floor_us=max(weights / (1e3 * machine.read_gbs), _wire_bytes(load) / link),
     )
-    middle = max(prediction.experts_us / machine.efficiency, prediction.pull_us)
-    total = machine.overhead_us + prediction.arrive_us + prediction.plan_us + middle + prediction.combine_us
-    return replace(prediction, total_us=total)
+    experts, pull = prediction.experts_us, prediction.pull_us
+    middle = max(experts, pull, prediction.results_us) + machine.exposed * min(experts, pull)
+    before = machine.overhead_us + prediction.arrive_us + prediction.plan_us
+    return replace(prediction, total_us=before + middle + prediction.combine_us)
 
 
-def best_split(machine: Machine, load: Workload) -> Prediction:
-    """The partition with the least time; of equals the one with the fewest communication multiprocessors."""
+def _instructions(load: Workload, counts: Counts) -> float:
+    """Lane instructions of the main loops."""
+    by_width = INSTRUCTIONS.get(load.format, {}).get(load.activation)
+    if by_width is None:
+        return 0.0
+    matrix = load.hidden * load.intermediate
+    return sum(
+        blocks * matrix * (2 * first + second) for blocks, (first, second) in zip(counts.widths, by_width, strict=True)
+    )
+
+
+def _wire_bytes(load: Workload) -> float:
+    """Rows that a rank needs of the others, each once."""
+    local = load.num_experts // load.num_ranks
+    elsewhere = math.prod((load.num_experts - local - k) / (load.num_experts - k) for k in range(load.topk))
+    rows = (load.num_ranks - 1) * load.tokens_per_rank * (1 - max(0.0, elsewhere))
+    return rows * load.hidden * load.operand_bytes
+
+
+def splits_of(machine: Machine) -> list[int]:
+    """Communication partitions of a machine, up to half of it."""
     step = machine.granularity
-    choices = range(step, min(machine.num_sms // 2, machine.num_sms - 32) + 1, step)
+    return list(range(step, min(machine.num_sms // 2, machine.num_sms - 32) + 1, step))
+
+
+def best_split(machine: Machine, load: Workload, splits: Sequence[int] | None = None) -> Prediction:
+    """The partition with the least time; of equals the one with the fewest communication multiprocessors.
+
+    Args:
+        machine, load: what runs where.
+        splits: communication multiprocessors to choose from; None for every step up to half of the machine.
+    """
     # Rounded, so that a difference of no meaning does not take multiprocessors from compute.
-    return min((predict(machine, load, n) for n in choices), key=lambda p: (round(p.total_us, 2), p.comm_sms))
+    choices = (predict(machine, load, sms) for sms in splits or splits_of(machine))
+    return min(choices, key=lambda p: (round(p.total_us, 2), p.comm_sms))
 
 
-@dataclass(frozen=True)
-class Point:
-    """A measured layer: its load, its partition, its time."""
+def choose_comm_sms(problem: Problem, device: str, num_sms: int) -> int | None:
+    """Communication multiprocessors for a layer, by the simulation; None where no measured constants fit the GPU.
 
-    load: Workload
-    comm_sms: int
-    measured_us: float
+    A partition outlives the calls, which have 1 to max_tokens_per_rank tokens: the choice has the least time over the
+    best of each of these loads, on average over powers of two. It is one of those that were measured; and where the
+    difference is too small to be told, the usual one.
 
-
-@dataclass(frozen=True)
-class Calibration:
-    """A machine with fitted overhead and efficiency.
-
-    Attributes:
-        machine: to predict with.
-        num_fitted, num_held_out: points of each kind.
-        fitted_error, held_out_error: mean of |predicted / measured - 1|.
-        worst_held_out: largest of those.
+    Args:
+        problem: the layer.
+        device: CUDA's name of the GPU.
+        num_sms: its multiprocessors.
     """
-
-    machine: Machine
-    num_fitted: int
-    num_held_out: int
-    fitted_error: float
-    held_out_error: float
-    worst_held_out: float
-
-
-def calibrate(machine: Machine, points: Sequence[Point], hold_out: int = 3) -> Calibration:
-    """Fit `overhead_us` and `efficiency` to the points, every `hold_out`-th kept back to judge the fit.
-
-    The time is linear in overhead and 1 / efficiency (where the experts and not the link are the bound): weighted least
-    squares, so that the relative errors count.
-
-    Raises:
-        ArgumentError: fewer than 4 points, or points that all have the same load.
-    """
-    if len(points) < 4:
-        raise ArgumentError(f"calibrate: at least 4 measured points are needed; got {len(points)}.")
-    held = [point for index, point in enumerate(points) if index % hold_out == hold_out - 1]
-    fitted = [point for index, point in enumerate(points) if index % hold_out != hold_out - 1]
-    base = replace(machine, overhead_us=0.0, efficiency=1.0)
-    # measured - fixed = overhead + experts / efficiency, both sides over measured.
-    s11 = s12 = s22 = t1 = t2 = 0.0
-    for point in fitted:
-        ideal = predict(base, point.load, point.comm_sms)
-        body = max(ideal.experts_us, ideal.pull_us)
-        weight = 1 / point.measured_us
-        a, b, y = weight, body * weight, (point.measured_us - (ideal.total_us - body)) * weight
-        s11, s12, s22, t1, t2 = s11 + a * a, s12 + a * b, s22 + b * b, t1 + a * y, t2 + b * y
-    determinant = s11 * s22 - s12 * s12
-    if determinant <= 1e-12 * s11 * s22:
-        raise ArgumentError("calibrate: the points all have the same load; measure several token counts.")
-    overhead = (t1 * s22 - t2 * s12) / determinant
-    slowdown = (s11 * t2 - s12 * t1) / determinant
-    found = replace(machine, overhead_us=max(0.0, overhead), efficiency=1 / max(slowdown, 1e-3))
-
-    def errors(some: Sequence[Point]) -> list[float]:
-        return [abs(predict(found, p.load, p.comm_sms).total_us / p.measured_us - 1) for p in some]
-
-    inside, outside = errors(fitted), errors(held)
-    return Calibration(
-        found, len(fitted), len(held), sum(inside) / len(inside), sum(outside) / len(outside), max(outside)
-    )
+    calibration = calibration_of(device)
+    if calibration is None or calibration.machine.num_sms != num_sms or not calibration.splits:
+        return None
+    most = problem.max_tokens_per_rank
+    counts = sorted({*(2**k for k in range(most.bit_length())), most})
+    loads = [workload_of(problem, tokens) for tokens in counts]
+    total = dict.fromkeys(calibration.splits, 0.0)
+    for load in loads:
+        times = {sms: predict(calibration.machine, load, sms).total_us for sms in calibration.splits}
+        for sms, time in times.items():
+            total[sms] += time / min(times.values()) / len(loads)
+    best = min(total.values())
+    near = [sms for sms, mean in total.items() if mean <= best * (1 + _TIE)]
+    return DEFAULT_COMM_SMS if DEFAULT_COMM_SMS in near else min(near)
