@@ -68,6 +68,13 @@ def test_fit_of_exact_times_predicts_what_it_has_not_seen() -> None:
     assert {name: getattr(found.machine, name) for name in untouched} == untouched
 
 
+def test_bound_that_the_start_does_not_feel_is_found() -> None:
+    truth = replace(TRUTH, issue_share=0.45)
+    found = calibrate(H200, measured(truth))
+    assert found.machine.issue_share == pytest.approx(0.45, rel=0.02)
+    assert found.worst_held_out < 0.02
+
+
 def test_error_of_noisy_times_is_the_noise() -> None:
     found = calibrate(H200, measured(TRUTH, 0.06))
     assert 0.01 < found.fitted_error < 0.04

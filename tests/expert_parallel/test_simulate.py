@@ -157,6 +157,14 @@ def test_roles_add_up_to_the_layer_where_nothing_overlaps() -> None:
     assert hidden.total_us == pytest.approx(p.total_us - p.pull_us)
 
 
+def test_bounds_that_are_alike_get_in_each_others_way() -> None:
+    p = predict(H200, FLASH, 16)
+    alone = replace(p, memory_us=100.0, cache_us=50.0, issue_us=0.0, tensor_us=0.0, tasks_us=0.0)
+    assert alone.experts_us == pytest.approx(100, rel=1e-3)
+    assert replace(alone, cache_us=100.0).experts_us == pytest.approx(100 * 2 ** (1 / 8))
+    assert replace(alone, memory_us=0.0, cache_us=0.0).experts_us == 0
+
+
 def test_tasks_cost_by_the_multiprocessor() -> None:
     plain, costly = (predict(replace(H200, task_us=us), FLASH, 16) for us in (1e-9, 1.0))
     tasks = count_work(FLASH).blocks * (2048 / 64 + 4096 / 128)
@@ -210,9 +218,10 @@ def test_split_follows_the_machine_and_stays_among_the_measured(data: Path) -> N
 
 
 def test_difference_that_cannot_be_told_keeps_the_usual_split(data: Path) -> None:
-    calibrated(data, replace(H200, sm_link_gbs=1000.0))
+    only_memory = replace(H200, sm_link_gbs=1000.0, clock_ghz=20.0, l2_gbs=1e6)
+    calibrated(data, only_memory)
     assert choose_comm_sms(PROBLEM, "GPU X", 132) == DEFAULT_COMM_SMS
-    calibrated(data, replace(H200, sm_link_gbs=1000.0), splits=(8, 24))
+    calibrated(data, only_memory, splits=(8, 24))
     assert choose_comm_sms(PROBLEM, "GPU X", 132) == 8
 
 

@@ -49,6 +49,8 @@ FITTED: dict[str, tuple[float, float, float]] = {
 #: What a time is taken to be off by, as a share of it.
 _NOISE = 0.03
 LEAST_POINTS = 8
+#: Shares of the issue slots that searches start from.
+_STARTS = (0.9, 0.6, 0.35)
 #: Figures that a file holds: more would differ from one machine's arithmetic to another's.
 _DIGITS = 4
 
@@ -66,7 +68,7 @@ def calibrate(machine: Machine, measured: Sequence[Point], commit: str = "unknow
             f"calibrate: needs at least {LEAST_POINTS} points of several loads to fit, and points held out "
             f"({HELD_OUT}); got {len(inside)} of {len({point.load for point in inside})} loads and {len(outside)}."
         )
-    found = _fit(machine, inside)
+    found = min((_fit(machine, inside, share) for share in _STARTS), key=lambda fit: fit[1])[0]
     fitted, unseen = ([abs(_ratio(found, point) - 1) for point in some] for some in (inside, outside))
     return Calibration(
         machine=found,
@@ -100,8 +102,14 @@ def _ratio(machine: Machine, point: Point) -> float:
     return predict(machine, point.load, point.comm_sms).total_us / point.measured_us
 
 
-def _fit(machine: Machine, measured: Sequence[Point]) -> Machine:
-    """Levenberg and Marquardt's least squares in the logarithms of the constants, drawn to where they start."""
+def _fit(machine: Machine, measured: Sequence[Point], issue_share: float) -> tuple[Machine, float]:
+    """Levenberg and Marquardt's least squares in the logarithms of the constants, drawn to those of the machine.
+
+    The search starts there, but for `issue_share`: a bound that is not felt at the start has no slope to follow.
+
+    Returns:
+        The machine found, and the sum of squares that is left.
+    """
     names = tuple(FITTED)
     low, high, width = (torch.tensor(column, dtype=torch.float64) for column in zip(*FITTED.values(), strict=True))
     start = torch.tensor([getattr(machine, name) for name in names], dtype=torch.float64).log()
@@ -114,7 +122,9 @@ def _fit(machine: Machine, measured: Sequence[Point]) -> Machine:
         off = [math.log(_ratio(at, point)) / _NOISE for point in measured]
         return torch.cat([torch.tensor(off, dtype=torch.float64), (values - start) / width])
 
-    values, damping = start.clamp(low.log(), high.log()), 1e-2
+    values, damping = start.clone(), 1e-2
+    values[names.index("issue_share")] = math.log(issue_share)
+    values = values.clamp(low.log(), high.log())
     now = residuals(values)
     for _ in range(60):
         steps = torch.eye(len(names), dtype=torch.float64) * 1e-4
@@ -132,7 +142,8 @@ def _fit(machine: Machine, measured: Sequence[Point]) -> Machine:
             damping *= 8
             if damping > 1e8:
                 break
-    return replace(machine, **{name: _rounded(float(v)) for name, v in zip(names, values.exp(), strict=True)})
+    found = {name: _rounded(float(v)) for name, v in zip(names, values.exp(), strict=True)}
+    return replace(machine, **found), float(now.square().sum())
 
 
 def _rounded(value: float) -> float:

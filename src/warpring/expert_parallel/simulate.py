@@ -4,7 +4,9 @@ Each role is a roofline, put in sequence as the roles depend on each other:
 
     total  = overhead + role1 up to the plan + middle + role3
     middle = max(experts, pull, results) + exposed * min(experts, pull)
-    experts = max(memory, cache, issue slots, tensor cores) + task_us * tasks of a multiprocessor
+    experts = bounds together (memory, cache, issue slots, tensor cores) + task_us * tasks of a multiprocessor
+
+Bounds far apart cost the largest of them; two that are nearly alike get in each other's way (a norm of order 8).
 
 Experts that nobody wants cost nothing, so counts are expectations over random routings. The constants are in
 `machines.py`; where a file of measured ones exists, they were fitted to measured layers.
@@ -46,6 +48,7 @@ INSTRUCTIONS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
         "bf16": ((2.8, 3.0), (2.9, 3.3), (3.2, 3.9), (3.7, 5.0)),
     },
 }
+_NORM = 8  # of the experts' bounds: two alike cost 9 % more than one of them
 _LANES = 128  # lane instructions that a multiprocessor issues a cycle
 _TILE = 128  # rows of a task
 #: Differences between splits below this are no reason to leave the usual one: the simulation cannot tell them.
@@ -263,8 +266,12 @@ class Prediction:
 
     @property
     def experts_us(self) -> float:
-        """role2: both GEMMs by their tightest bound, and their tasks."""
-        return max(self.memory_us, self.cache_us, self.issue_us, self.tensor_us) + self.tasks_us
+        """role2: both GEMMs by their bounds, and their tasks."""
+        bounds = (self.memory_us, self.cache_us, self.issue_us, self.tensor_us)
+        largest = max(bounds)
+        if not largest:
+            return self.tasks_us
+        return largest * sum((bound / largest) ** _NORM for bound in bounds) ** (1 / _NORM) + self.tasks_us
 
     @property
     def bound(self) -> str:
