@@ -111,6 +111,39 @@ def test_compiler_error_shows_the_compilers_words(kernels: Path) -> None:
     assert entries() == []
 
 
+def test_the_compilers_own_cache_is_not_asked(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU's driver at hand NVRTC would find what another process compiled, and report nothing of it."""
+    import cuda.core
+
+    asked: list[bytes] = []
+
+    def program(source: str, language: str, options: cuda.core.ProgramOptions) -> cuda.core.Program:
+        asked.extend(options.as_bytes("nvrtc"))
+        return made(source, language, options)
+
+    made = cuda.core.Program
+    monkeypatch.setattr(cuda.core, "Program", program)
+    assert jit.compile_kernel(spec(), "sm_90a").registers > 0
+    assert b"--no-cache" in asked
+
+
+@pytest.mark.parametrize(
+    ("log", "resources"),
+    [
+        ("ptxas info : Used 40 registers\n8 bytes spill stores, 4 bytes spill loads\n", (40, 12, 0)),
+        ("0 bytes spill stores, 0 bytes spill loads\nptxas info : Used 9 registers, 64 bytes smem\n", (9, 0, 64)),
+    ],
+)
+def test_resources_are_read_from_the_log(log: str, resources: tuple[int, int, int]) -> None:
+    assert jit._resources(spec(), "sm_90a", log) == resources
+
+
+@pytest.mark.parametrize("log", ["", "ptxas info : Used 40 registers", "0 bytes spill stores, 0 bytes spill loads"])
+def test_a_log_without_resources_is_an_error_with_a_remedy(log: str) -> None:
+    with pytest.raises(CompileError, match="CUDA_CACHE_DISABLE=1"):
+        jit._resources(spec(), "sm_90a", log)
+
+
 def _compile_in_process(folder: str, cache: str, queue: multiprocessing.Queue) -> None:
     os.environ["WARPRING_CACHE"] = cache
     jit.KERNEL_DIR = Path(folder)

@@ -13,6 +13,7 @@ class ProgramOptions:
         include_path: str | Sequence[str] | None = None,
         define_macro: Sequence[str | tuple[str, str]] | None = None,
         ptxas_options: Sequence[str] | None = None,
+        no_cache: bool | None = None,
     ) -> None: ...
 
 class KernelAttributes:

@@ -147,6 +147,7 @@ def _compile(spec: KernelSpec, arch: str) -> Cubin:
         include_path=str(KERNEL_DIR),
         define_macro=[(name, value) if value else name for name, value in spec.macros] or None,
         ptxas_options=list(_PTXAS_OPTIONS),
+        no_cache=True,  # NVRTC keeps code with the driver's, and says nothing of what it finds there
     )
     source = (KERNEL_DIR / spec.source).read_text()
     try:
@@ -163,7 +164,10 @@ def _resources(spec: KernelSpec, arch: str, log: str) -> tuple[int, int, int]:
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if registers is None or spills is None:
-        raise CompileError(f"{spec.entry} ({arch}): the compiler gave no resource report; its log was:\n{log}")
+        raise CompileError(
+            f"{spec.entry} ({arch}): the compiler did not report registers and spills. If its log, below, is empty, it "
+            f"found the code in a cache of its own: set CUDA_CACHE_DISABLE=1.\n{log}"
+        )
     smem = re.search(r"(\d+) bytes smem", log)
     return int(registers[1]), int(spills[1]) + int(spills[2]), int(smem[1]) if smem else 0
 
