@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ep_ranks import run_ranks
 
 from warpring.bench import expert_parallel
 from warpring.bench.ep_inputs import skewed
 from warpring.bench.ep_variants import SharedApart, Variant
 from warpring.bench.expert_parallel import EpBench, describe
 from warpring.bench.inputs import random_experts
-from warpring.bench.records import load, validate
+from warpring.bench.records import Record, load, validate
 from warpring.bench.shapes import LayerShape
 from warpring.errors import ArgumentError, WarpringError
 from warpring.expert_parallel import ExpertParallelDecode, Problem
@@ -85,6 +87,19 @@ def test_shared_experts_apart_add_what_fused_ones_add() -> None:
         expected, got = fused(*call).double(), SharedApart(alone, shared)(*call).double()
         assert float((got - expected).norm() / expected.norm()) < 0.01
         assert float((got - alone(*call).double()).norm() / expected.norm()) > 0.1
+
+
+def measure(rank: int, shape: LayerShape, variants: list[Variant]) -> list[Record]:
+    """The records of one rank of a group."""
+    bench = EpBench(shape, "fp8_block", dist.group.WORLD, torch.device("cpu"), windows=1)
+    return [rec for measured in bench.run([2], variants) for rec in measured]
+
+
+def test_shared_experts_are_checked_too() -> None:
+    variants = [Variant(), Variant(shared="fused"), Variant(shared="separate")]
+    records, same = run_ranks(measure, 2, replace(SHAPE, shared_experts=1), variants)
+    assert [rec["shared_expert"] for rec in records] == ["none", "fused", "separate"]
+    assert all(0.99 < rec["cosine_min"] == other["cosine_min"] for rec, other in zip(records, same, strict=True))
 
 
 def test_record_names_what_was_not_left_to_the_layer() -> None:

@@ -72,6 +72,12 @@ class SharedApart:
         return self.routed(x, topk_idx, topk_weights).add_(apart)
 
 
+def shared_output(shared: Experts, x: torch.Tensor) -> torch.Tensor:
+    """What shared experts give for x, by the reference path."""
+    ids = torch.arange(shared.num_experts, device=x.device).repeat(len(x), 1)
+    return moe_decode(x, shared, ids, torch.ones(ids.shape, device=x.device), path="reference")
+
+
 #: What a variant runs.
 Layer = ExpertParallelDecode | AllToAllExpertParallel | SharedApart | PeerLayer
 

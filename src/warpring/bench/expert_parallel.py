@@ -18,7 +18,16 @@ import torch.distributed as dist
 
 from warpring.bench.ep_inputs import Inputs, Load, skewed
 from warpring.bench.ep_peers import PeerLayer
-from warpring.bench.ep_variants import Built, Layer, SharedApart, Variant, bind, raise_failure, routed_layer
+from warpring.bench.ep_variants import (
+    Built,
+    Layer,
+    SharedApart,
+    Variant,
+    bind,
+    raise_failure,
+    routed_layer,
+    shared_output,
+)
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.read_peak import read_peak_gbs
 from warpring.bench.records import Record, record
@@ -103,7 +112,7 @@ class EpBench:
                 calls = [self._inputs(count, index) for index in range(ROUTINGS)]
                 load = self._load(calls, experts)
                 cosines = {
-                    variant: built.attempt(variant, partial(self._check, variant, layer, reference, calls[0]))
+                    variant: built.attempt(variant, partial(self._check, variant, layer, reference, shared, calls[0]))
                     for variant, layer in list(built.layers.items())
                 }
                 timings = self._time(built, calls)
@@ -198,12 +207,22 @@ class EpBench:
         return Load(weight / len(calls), wire / len(calls), pairs / len(calls), skew / len(calls))
 
     def _check(
-        self, variant: Variant, layer: Layer, reference: AllToAllExpertParallel | None, call: Inputs
+        self,
+        variant: Variant,
+        layer: Layer,
+        reference: AllToAllExpertParallel | None,
+        shared: Experts | None,
+        call: Inputs,
     ) -> float | None:
-        """Lowest cosine of a token with the baseline, over all ranks; None where the variant is or has none."""
-        if reference is None or variant.impl == "nccl" or variant.shared != "none":
+        """Lowest cosine of a token with the baseline, over all ranks; None where the variant is or has none.
+
+        Shared experts are the reference path's.
+        """
+        if reference is None or variant.impl == "nccl":
             return None
         wanted = reference(call.x, call.topk_idx, call.topk_weights).double()
+        if variant.shared != "none" and shared is not None:
+            wanted += shared_output(shared, call.x).double()
         got = layer(call.x, call.topk_idx, call.topk_weights).double()
         mine = torch.nn.functional.cosine_similarity(wanted, got, dim=1).min().cpu()
         lowest = float(min(self._gather(mine)))
