@@ -235,6 +235,7 @@ def test_difference_that_cannot_be_told_keeps_the_usual_split(data: Path) -> Non
         ({"skew": 2.5}, "skew must be 1 to num_ranks"),
         ({"skew": 0.5}, "skew must be 1 to num_ranks"),
         ({"tokens_per_rank": -1}, "tokens_per_rank"),
+        ({"block_m": 24}, "block_m must be one of"),
     ],
 )
 def test_workload_rules(change: dict[str, object], words: str) -> None:

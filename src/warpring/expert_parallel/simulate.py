@@ -94,6 +94,8 @@ class Workload:
             )
         if not 1 <= self.skew <= self.num_ranks:
             raise ArgumentError(f"Workload: skew must be 1 to num_ranks ({self.num_ranks}); got {self.skew}.")
+        if self.block_m not in BLOCK_SIZES:
+            raise ArgumentError(f"Workload: block_m must be one of {BLOCK_SIZES}; got {self.block_m}.")
         if self.tokens_per_rank < 0:
             raise ArgumentError(f"Workload: tokens_per_rank must not be negative; got {self.tokens_per_rank}.")
 
