@@ -89,6 +89,8 @@ def test_shared_experts_add_their_bytes_and_tokens() -> None:
     assert [round(b - a, 6) for a, b in zip(plain.widths, fused.widths, strict=True)] == [2, 0, 2, 0]
     added = predict(H200, load, 16).floor_us - predict(H200, replace(load, num_shared=0), 16).floor_us
     assert added == pytest.approx(2 * 3 * 4096 * 2048 * (1 + 4 / 16384) / 4530e3)
+    before, after = predict(H200, replace(load, num_shared=0), 16), predict(H200, load, 16)
+    assert after.results_us == pytest.approx(before.results_us), "shared experts' results stay on their rank"
 
 
 def test_no_tokens_no_work() -> None:

@@ -297,7 +297,7 @@ def predict(machine: Machine, load: Workload, comm_sms: int) -> Prediction:
             f"{machine.num_sms}."
         )
     counts = count_work(load)
-    remote = (load.num_ranks - 1) / load.num_ranks
+    remote = (counts.pairs - load.num_shared * load.tokens_per_rank) * (load.num_ranks - 1) / load.num_ranks
     hop = machine.hop_us if load.num_ranks > 1 else 0.0
     matrix = load.hidden * load.intermediate
     share = compute_sms / machine.num_sms
@@ -306,7 +306,7 @@ def predict(machine: Machine, load: Workload, comm_sms: int) -> Prediction:
     link = 1e3 * machine.link_gbs
     shared = load.num_shared * 3 * matrix * WEIGHT_BYTES["fp8_block"]
     weights = counts.experts * load.expert_bytes + shared
-    rows = counts.pairs * load.hidden * load.operand_bytes
+    row = load.hidden * load.operand_bytes
     # Every task reads its block's tokens: H columns for I / 64 tasks, I columns for H / 128.
     images = counts.padded * matrix * (1 / NEURONS + 1 / _TILE) * load.operand_bytes
     tasks = counts.blocks * (load.intermediate / NEURONS + load.hidden / _TILE)
@@ -319,13 +319,13 @@ def predict(machine: Machine, load: Workload, comm_sms: int) -> Prediction:
         arrive_us=hop,
         # 1,024 threads look at a pair each in about 50 ns, several times over.
         plan_us=0.5 + 0.2 * math.ceil(load.num_ranks * load.tokens_per_rank * load.topk / 1024),
-        pull_us=2 * hop + max(rows * remote / link, rows / (1e3 * machine.sm_link_gbs * comm_sms)),
+        pull_us=2 * hop + max(remote * row / link, counts.pairs * row / (1e3 * machine.sm_link_gbs * comm_sms)),
         memory_us=weights / stream,
         cache_us=(counts.blocks * load.expert_bytes + images) / (1e3 * machine.l2_gbs * share),
         issue_us=_instructions(load, counts) / issue_rate if machine.converts else 0.0,
         tensor_us=2 * 3 * counts.padded * matrix / tensor_rate,
         tasks_us=machine.task_us * tasks / compute_sms,
-        results_us=counts.pairs * remote * load.hidden * load.partial_bytes / link,
+        results_us=remote * load.hidden * load.partial_bytes / link,
         combine_us=2 * hop + results / (1e3 * machine.read_gbs),
         total_us=0.0,
         floor_us=max(weights / (1e3 * machine.read_gbs), _wire_bytes(load) / link),
