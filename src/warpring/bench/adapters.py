@@ -126,11 +126,11 @@ def _transformers(implementation: str, shape: LayerShape, format: str) -> Peer:
     return Peer(f"transformers_{implementation}", note, prepare, bind, most_tokens=most_tokens)
 
 
-def _fp8_scales(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_scales(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of FP8 blocks as the field stores them: [E, 2I / 128, H / 128] and [E, H / 128, I / 128]."""
     w13, w2 = experts.w13.scale, experts.w2.scale
     if w13 is None or w2 is None:
-        raise ArgumentError(f"_fp8_scales: experts must be stored in fp8_block; got {experts.format}.")
+        raise ArgumentError(f"fp8_scales: experts must be stored in fp8_block; got {experts.format}.")
     return w13.flatten(1, 2), w2
 
 
@@ -148,7 +148,7 @@ def _vllm(shape: LayerShape, format: str) -> Peer:
     def prepare(experts: Experts) -> dict[str, Any]:
         weights: dict[str, Any] = {"w1": experts.w13.data.flatten(1, 2), "w2": experts.w2.data}
         if format == "fp8_block":
-            w1_scale, w2_scale = _fp8_scales(experts)
+            w1_scale, w2_scale = fp8_scales(experts)
             settings = config.fp8_w8a8_moe_quant_config(
                 w1_scale=w1_scale, w2_scale=w2_scale, block_shape=[BLOCK, BLOCK]
             )
@@ -180,7 +180,7 @@ def _sglang(shape: LayerShape, format: str) -> Peer:
     def prepare(experts: Experts) -> dict[str, Any]:
         weights: dict[str, Any] = {"w1": experts.w13.data.flatten(1, 2), "w2": experts.w2.data}
         if format == "fp8_block":
-            w1_scale, w2_scale = _fp8_scales(experts)
+            w1_scale, w2_scale = fp8_scales(experts)
             weights |= {
                 "use_fp8_w8a8": True, "w1_scale": w1_scale, "w2_scale": w2_scale, "block_shape": [BLOCK, BLOCK],
             }  # fmt: skip
@@ -206,7 +206,7 @@ def _flashinfer_mono(shape: LayerShape, format: str) -> Peer:
     scratchpad = functools.cache(fused_moe.alloc_scratchpad)
 
     def prepare(experts: Experts) -> tuple[torch.Tensor, ...]:
-        w13_scale, w2_scale = _fp8_scales(experts)
+        w13_scale, w2_scale = fp8_scales(experts)
         up = fused_moe.interleave_for_tma_wgmma_up(experts.w13.data.flatten(1, 2))
         return up, w13_scale.contiguous(), experts.w2.data, w2_scale.contiguous()
 
@@ -247,7 +247,7 @@ def _flashinfer_cutlass(shape: LayerShape, format: str) -> Peer:
             "quant_scales": [],
         }
         if format == "fp8_block":
-            w13_scale, w2_scale = _fp8_scales(experts)
+            w13_scale, w2_scale = fp8_scales(experts)
             weights |= {"quant_scales": [_up_first(w13_scale), w2_scale], "use_deepseek_fp8_block_scale": True}
         return weights
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from warpring.activation import Activation
+from warpring.bench.adapters import BLOCK, fp8_scales
 from warpring.bench.shapes import LayerShape
 from warpring.bench.timing import Call
 from warpring.errors import UnsupportedError, WarpringError
 from warpring.experts import Experts
 
-#: Rows and columns of a block of weights with one scale.
-BLOCK = 128
 _PULL = "flashinfer.moe_ep.kernel_src.sm90.pull_style_cutedsl_megakernel"
 _PULL_GLUE = "flashinfer.moe_ep.backends.mega.kernel.sm90.fp8_fp8_bf16_pull_cutedsl"
 _PUSH = "flashinfer.moe_ep.kernel_src.sm90.push_style_megamoe"
@@ -137,14 +136,6 @@ def why_not(name: str, shape: LayerShape, format: str, device: torch.device, gro
     return None
 
 
-def _scales(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the field stores them: [E, 2I / 128, H / 128] and [E, H / 128, I / 128]."""
-    w13, w2 = experts.w13.scale, experts.w2.scale
-    if w13 is None or w2 is None:
-        raise UnsupportedError(f"experts must be stored in fp8_block; got {experts.format}")
-    return w13.flatten(1, 2), w2
-
-
 def _flashinfer_pull(timed_staging: bool, shape: LayerShape, experts: Experts, ranks: Ranks) -> Prepared:
     """The CuTe DSL megakernel: each rank pulls the tokens that its experts want.
 
@@ -205,7 +196,7 @@ def _flashinfer_push(shape: LayerShape, experts: Experts, ranks: Ranks) -> Prepa
     """
     push: Any = importlib.import_module(_PUSH)
     comm: Any = importlib.import_module("flashinfer.comm.mnnvl")
-    w13_scale, w2_scale = _scales(experts)
+    w13_scale, w2_scale = fp8_scales(experts)
     weights: Any = push.Sm90PushWeights(
         experts.w13.data.flatten(1, 2), w13_scale.contiguous(), experts.w2.data, w2_scale.contiguous()
     )
@@ -238,7 +229,7 @@ def _deepgemm_mega(shape: LayerShape, experts: Experts, ranks: Ranks) -> Prepare
     library: Any = importlib.import_module("deep_gemm")
     if not hasattr(library, "transform_weights_for_mega_moe_sm90"):
         raise UnsupportedError("this DeepGEMM has no Mega MoE for SM90")
-    w13_scale, w2_scale = _scales(experts)
+    w13_scale, w2_scale = fp8_scales(experts)
     legs: tuple[Any, Any] = library.transform_weights_for_mega_moe_sm90(
         (experts.w13.data.flatten(1, 2), w13_scale.contiguous()), (experts.w2.data, w2_scale.contiguous())
     )
