@@ -202,7 +202,10 @@ def _gemm(codes: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, blo
         x, w = codes[:, part], values[:, part]
         products = e4m3_sums(x, w) if on_tensor_cores else x.float() @ w.mT
         factor = weight_scale[:, index]
-        total += products * (factor * scale[:, index, None] if per_block else factor)
+        if per_block:
+            factor = factor * scale[:, index, None]
+        # The kernels multiply and add with one rounding; a product of two FP32 numbers is exact in FP64.
+        total = (total + products.double() * factor).float() if on_tensor_cores else total + products * factor
     return total if per_block else total * scale
 
 

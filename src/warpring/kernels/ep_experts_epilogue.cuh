@@ -41,7 +41,8 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
         const int n = i / 2 * 8 + at.column() + i % 2;
-        act[i] = gated_activation(sum[i / 2 * 4 + i % 2] + gate_bias, sum[i / 2 * 4 + 2 + i % 2] + up_bias, args);
+        const float gate = sum[i / 2 * 4 + i % 2] + gate_bias, up = sum[i / 2 * 4 + 2 + i % 2] + up_bias;
+        act[i] = gated_activation<kFp8>(gate, up, args);
         if constexpr (kFp8) act[i] *= info.weight[n];
         uint32_t amax = magnitude_bits(act[i]);
 #pragma unroll
