@@ -79,9 +79,10 @@ struct Products {
                 sum[4 * j + i] =
                     fmaf(part[b][4 * j + i], (i < 2 ? rows[b].low : rows[b].high) * x[i % 2], sum[4 * j + i]);
         }
-        if (kPlace == kGroupsOfChunk - 1 && !last) {
+        // No branch on what is known at run time: behind one the compiler takes the lanes for being at different stages.
+        if constexpr (kPlace == kGroupsOfChunk - 1) {
             __syncwarp();
-            StageRing::release(stage[b].barrier, me.lane == 0);
+            StageRing::release(stage[b].barrier, me.lane == 0 && !last);
         }
     }
 
@@ -103,13 +104,15 @@ struct Products {
         }
     }
 
-    // All of the task's groups. Returns the stage that the caller releases after the epilogue. The rest that does not
-    // fill a turn of the loop is code of its own; where there is none the loop does all, which halves the code.
+    // All of the task's groups. Returns the stage that the caller releases after the epilogue. The last groups are code
+    // of their own, unless they fill a turn of the loop and a register is left for its counter.
     __device__ __forceinline__ UsedStage run() {
-        constexpr int kAtOnce = 4, kRest = kGroups % kAtOnce, kInLoop = kGroups - kRest;
+        constexpr int kAtOnce = 4;
+        constexpr bool kAllInLoop = kGroups % kAtOnce == 0 && N < 64;
+        constexpr int kRest = kAllInLoop ? 0 : (kGroups - 1) % kAtOnce + 1, kInLoop = kGroups - kRest;
 #pragma unroll 1
-        for (int i = 0; i < kInLoop; i += kAtOnce) run_some<kAtOnce>(kRest == 0 && i == kInLoop - kAtOnce);
-        if constexpr (kRest > 0) run_some<kRest>(true);
+        for (int i = 0; i < kInLoop; i += kAtOnce) run_some<kAtOnce>(kAllInLoop && i == kInLoop - kAtOnce);
+        if constexpr (!kAllInLoop) run_some<kRest>(true);
         return stage[(kGroups - 1) % 2];
     }
 };
