@@ -222,6 +222,23 @@ def test_what_failed_in_the_background_is_raised_by_the_next_call_or_close(
     assert engine.closed == 1
 
 
+def test_what_the_kernels_report_within_a_call_is_raised_behind_its_last_kernel(
+    layer: ExpertParallelDecode, inputs: Inputs
+) -> None:
+    launched: list[bool] = []
+
+    def check() -> None:
+        if launched:
+            timeout()
+
+    layer._turns.engine = FakeEngine(lambda: launched.append(True), check)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(PeerTimeoutError):
+        layer(*args(inputs))
+    assert launched == [True]
+    with pytest.raises(PoisonedError, match="it failed before"):
+        layer(*args(inputs))
+
+
 def test_an_interrupt_in_the_middle_poisons_too(layer: ExpertParallelDecode, inputs: Inputs) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -171,7 +171,8 @@ class ExpertParallelDecode:
             ArgumentError: an argument broke a rule; nothing was sent, and the layer stays usable. Peers that made the
                 call wait until this rank makes it too, at most `timeout`.
             WorkspaceBusyError: another call is not over.
-            PeerTimeoutError: a peer did not do its part in time; on a GPU raised by a later call, `check` or `close`.
+            PeerTimeoutError: a peer did not do its part in time; on a GPU mostly raised by a later call, `check` or
+                `close`.
             PoisonedError: the layer failed earlier, or is closed.
         """
         return self.receive(self._send(x, topk_idx, topk_weights, num_tokens, shared, out), out=out)

@@ -87,7 +87,9 @@ class Turns:
                     f"{_NAME}: call {self._pending.number} is between send and receive, and a workspace serves one "
                     "call at a time. Receive it first, or build a second layer with a workspace of its own."
                 )
-            yield self._usable_engine()
+            engine = self._usable_engine()
+            self._check(engine)
+            yield engine
 
     def send(self, engine: Engine, call: Call, weights: Any) -> Handle:
         """Start a call, within `begin`."""
@@ -98,7 +100,10 @@ class Turns:
         return self._pending
 
     def receive(self, handle: Handle, out: torch.Tensor | None) -> torch.Tensor:
-        """End the call that is between its halves; on a failure `out` is filled with NaN."""
+        """End the call that is between its halves; on a failure `out` is filled with NaN.
+
+        What the kernels have reported by then is raised behind the launch of role3, which does the filling on a GPU.
+        """
         with self._turn():
             engine = self._usable_engine()
             if handle is not self._pending:
@@ -113,6 +118,7 @@ class Turns:
             try:
                 with self._poisons():
                     engine.receive(handle.call, handle.weights, out)
+                self._check(engine)
             except BaseException:
                 if not x.is_cuda:
                     out.fill_(torch.nan)
@@ -124,7 +130,7 @@ class Turns:
     def check(self) -> None:
         """Raise what went wrong in the background, if something did."""
         with self._turn():
-            self._usable_engine()
+            self._check(self._usable_engine())
 
     def close(self) -> None:
         """Close the engine; raises what failed in its last call, if nothing has said so yet. Again: does nothing."""
@@ -154,9 +160,11 @@ class Turns:
             raise PoisonedError(
                 f"{_NAME}: this layer cannot run: {self._unusable}. Close it on every rank, and build it anew."
             )
-        with self._poisons():
-            self.engine.check()
         return self.engine
+
+    def _check(self, engine: Engine) -> None:
+        with self._poisons():
+            engine.check()
 
     @contextmanager
     def _poisons(self) -> Generator[None]:
