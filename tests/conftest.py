@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """Workers share the cores, where nothing else says how many threads each has: more of them wait for each other."""
+    if "OMP_NUM_THREADS" not in os.environ and (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")):
+        threads = max(1, len(os.sched_getaffinity(0)) // int(workers))
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from moe_inputs import make_inputs
 
@@ -23,13 +25,17 @@ def device_of(rank: int) -> torch.device:
 
 
 def experts_of(problem: Problem) -> tuple[Experts, Experts | None]:
-    """All routed experts, and the shared ones."""
+    """All routed experts, and the shared ones; made once for layers of the same weights."""
     sizes = (problem.hidden, problem.intermediate)
-    routed = make_inputs(1, *sizes, problem.num_experts, 1, format=problem.format, seed=1).experts.to(CUDA)
-    if not problem.num_shared:
-        return routed, None
-    shared = make_inputs(1, *sizes, problem.num_shared, 1, format=problem.shared_format, seed=2).experts
-    return routed, shared.to(CUDA)
+    routed = drawn(*sizes, problem.num_experts, problem.format, seed=1)
+    shared = drawn(*sizes, problem.num_shared, problem.shared_format, seed=2) if problem.num_shared else None
+    return routed, shared
+
+
+@cache
+def drawn(hidden: int, intermediate: int, num_experts: int, format: str, *, seed: int) -> Experts:
+    """Experts that were drawn and quantised on the GPU."""
+    return make_inputs(1, hidden, intermediate, num_experts, 1, format=format, seed=seed, device="cuda").experts
 
 
 class Buffers:

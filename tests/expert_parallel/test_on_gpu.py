@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_ranks import run_ranks
-from gpu_layers import CUDA, PROBLEM, Buffers, captured, device_of, experts_of
-from moe_inputs import make_inputs
+from gpu_layers import CUDA, PROBLEM, Buffers, captured, device_of, drawn, experts_of
 
 from warpring import ArgumentError
 from warpring.bench.ep_cases import FORMATS, Verifier, cases
@@ -45,7 +44,7 @@ def test_replays_with_other_inputs_and_counts(mode: str, changes: dict[str, Any]
 
 def test_layers_that_share_a_workspace_in_one_graph() -> None:
     experts, _ = experts_of(PROBLEM)
-    others = make_inputs(1, PROBLEM.hidden, PROBLEM.intermediate, 16, 1, format=PROBLEM.format, seed=3).experts.to(CUDA)
+    others = drawn(PROBLEM.hidden, PROBLEM.intermediate, PROBLEM.num_experts, PROBLEM.format, seed=3)
     first, second = Buffers(PROBLEM), Buffers(PROBLEM)
     with ExpertParallelDecode(PROBLEM, None, experts, timeout=5.0) as layer:
         next_layer = layer.with_experts(others)
@@ -162,10 +161,14 @@ def test_a_count_beyond_the_rows_is_an_error_and_poisons() -> None:
     layer = ExpertParallelDecode(PROBLEM, None, experts, timeout=5.0)
     buffers.fill(33, seed=0)
     buffers.out.zero_()
-    with pytest.raises(ArgumentError, match="the device held 33"):
-        layer(*buffers.args(), out=buffers.out)  # raises where the GPU is quicker than the host
+
+    def call_twice() -> None:
+        layer(*buffers.args(), out=buffers.out)  # raises already where the GPU is quicker than the host
         torch.cuda.synchronize()
         layer(*buffers.args())
+
+    with pytest.raises(ArgumentError, match="the device held 33"):
+        call_twice()
     torch.cuda.synchronize()
     assert buffers.out.isnan().all()
     with pytest.raises(PoisonedError):
