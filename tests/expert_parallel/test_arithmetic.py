@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from moe_inputs import Inputs, make_inputs
 
 from warpring import GELU_TANH, Activation, clipped_swiglu, gpt_oss_swiglu, moe_exact
-from warpring.expert_parallel.arithmetic import combine, publish, quantize, run_expert, run_layer
+from warpring.expert_parallel.arithmetic import _gemm, combine, publish, quantize, run_expert, run_layer
 from warpring.expert_parallel.problem import ActivationForm, Problem
-from warpring.formats import FORMATS
+from warpring.expert_parallel.tensor_cores import e4m3_operands, e4m3_sums
+from warpring.formats import FORMATS, get_format
 
 #: Least cosine of a token with FP64, by the form of activations.
 LEAST_COSINE: dict[ActivationForm, float] = {"fp8": 0.998, "bf16": 0.99999}
@@ -243,3 +245,24 @@ def test_run_twice_gives_equal_bits() -> None:
     inputs = make_inputs(9, 256, 128, 8, 3, format="mxfp4", seed=11)
     problem = problem_of(inputs, "fp8")
     assert torch.equal(run_layer(problem, *inputs.args()), run_layer(problem, *inputs.args()))
+
+
+def test_sums_of_blocks_are_multiplied_and_added_with_one_rounding() -> None:
+    """As role2's fmaf does: an activation between the GEMMs would else round to another E4M3 code now and then."""
+    generator = torch.Generator().manual_seed(7)
+    weight = get_format("fp8_channel").quantize(torch.randn(1, 40, 512, generator=generator))[0]
+    codes = torch.randn(9, 512, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(9, 4, generator=generator)
+    got = _gemm(codes, scale, weight, 128, "tensor_core")
+    values, factors = e4m3_operands(weight, 512)
+    once, twice = torch.zeros(9, 40), torch.zeros(9, 40)
+    for part, columns in enumerate(torch.arange(512).split(128)):
+        products = e4m3_sums(codes.view(torch.uint8)[:, columns].view(codes.dtype), values[:, columns])
+        factor = factors[:, part] * scale[:, part, None]
+        for row in range(9):
+            for column in range(40):
+                exact = Fraction(products[row, column].item()) * Fraction(factor[row, column].item())
+                once[row, column] = float(exact + Fraction(once[row, column].item()))
+        twice += products * factor
+    assert torch.equal(got, once)
+    assert not torch.equal(got, twice)
