@@ -43,7 +43,9 @@ struct Ring {
     // "Second GEMM": 128 columns to the tokens' owners.
     __device__ bool second(int block, int task) const {
         const RingPlace place = ring_place(params, block_base, block);
-        if (__syncthreads_or(threadIdx.x == 0 && !wait_l2_full(params, sync, place, kAllNeuronTasks))) return false;
+        uint64_t there = 0;
+        const bool failed = threadIdx.x == 0 && !wait_l2_full(params, sync, place, kAllNeuronTasks, there);
+        if (__syncthreads_or(failed)) return false;
         const RingInfo& info = ring_info(params, place.slot);
         const int per_rank = params.max_tokens * kSlotsPerToken;
         for (int i = threadIdx.x; i < info.count * 128; i += kThreads) {

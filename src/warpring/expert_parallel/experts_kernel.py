@@ -11,6 +11,8 @@ from warpring.runtime.jit import KernelSpec
 EXPERTS_THREADS = 384
 #: Dynamic shared memory of a CTA, all that Hopper gives to one.
 SMEM_BYTES = 227 * 1024
+#: Chunks of weights in a stage.
+STAGE_CHUNKS = 2
 _CONSUMER_WARPS = 8
 _QUEUED_TASKS = 8
 _TASK_BYTES = 32
@@ -18,15 +20,16 @@ _LUT_BYTES = 128
 
 
 def num_stages(problem: Problem) -> int:
-    """Stages of a CTA: as many chunks of weights, with their tokens, as fit into its shared memory."""
+    """Stages of a CTA: as many as fit into its shared memory, each some chunks of weights with their tokens."""
     formats = {problem.format} | ({problem.shared_format} if problem.num_shared else set())
-    weights = max(_up(image_bytes(format)) for format in formats)
+    weights = max(_up(STAGE_CHUNKS * image_bytes(format)) for format in formats)
     block, element = problem.tokens_per_block, problem.activation_bytes
-    info = 16 + 8 * block
-    stage = _up(weights + block * CHUNK_COLUMNS * element + 2 * block * 4 + info)
+    columns = STAGE_CHUNKS * CHUNK_COLUMNS
+    stage = _up(weights + block * columns * element + columns // NEURONS * block * 4)
     partial_bytes = 2 if problem.activation == "fp8" else 4
     turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
-    fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + _QUEUED_TASKS * (_TASK_BYTES + 16) + 32
+    queue = _QUEUED_TASKS * (_TASK_BYTES + 16 + 8 * block + 24)
+    fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + queue + 32
     return (SMEM_BYTES - fixed) // (stage + 16)
 
 

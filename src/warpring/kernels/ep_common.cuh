@@ -172,14 +172,16 @@ __device__ __forceinline__ bool wait_l1_full(const EpParams& params, const EpSyn
     return wait_at_least_gpu(sync, kL1Full, params.gmem_l1_full + place.slot, place.use + 1);
 }
 
-// The act chunks of `tasks` (a mask of first-GEMM tasks) are there. A task toggles its bit once a use: ones mean that in
-// even uses, zeros in odd ones.
-__device__ __forceinline__ bool wait_l2_full(const EpParams& params, const EpSync& sync, RingPlace place,
-                                             uint64_t tasks) {
-    const uint64_t wanted = place.use % 2 == 0 ? tasks : 0;
-    return wait_until(sync, kL2Full, -1, wanted, [&](uint64_t& seen) {
-        seen = ld_acquire_gpu_u64(params.gmem_l2_full + place.slot) & tasks;
-        return seen == wanted;
+// The act chunks of `tasks` (a mask of first-GEMM tasks) are there; `there` are all that were seen. A task toggles its bit
+// once a use: ones mean that in even uses, zeros in odd ones.
+__device__ __forceinline__ bool wait_l2_full(const EpParams& params, const EpSync& sync, RingPlace place, uint64_t tasks,
+                                             uint64_t& there) {
+    const uint64_t turned = place.use % 2 == 0 ? 0 : ~uint64_t(0);
+    return wait_until(sync, kL2Full, -1, (tasks ^ turned) & tasks, [&](uint64_t& seen) {
+        const uint64_t bits = ld_acquire_gpu_u64(params.gmem_l2_full + place.slot);
+        seen = bits & tasks;
+        there = bits ^ turned;
+        return (there & tasks) == tasks;
     });
 }
 constexpr uint64_t kAllNeuronTasks = ~uint64_t(0) >> (64 - kNeuronTasks);

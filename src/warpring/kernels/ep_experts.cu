@@ -2,7 +2,8 @@
 //
 // Grid     compute_ctas persistent CTAs, one an SM: task i of the list belongs to CTA i mod grid. A task is 128 rows of
 //          a matrix for one block: 64 neurons' gate and up rows, or 128 outputs. Two warpgroups consume, 64 rows each;
-//          of the third one thread follows the plan, one requests weights, one tokens.
+//          of the third one thread follows the plan, one requests weights, one tokens, and a warp publishes results:
+//          a release waits for all stores of the SM that are on their way.
 // Reads    weights once a block, by bulk copies that run ahead over the borders of tasks and wait only for the plan;
 //          tokens, activations and scales from L2, once a task
 // Writes   partial results straight to the memory of the tokens' owners
@@ -15,7 +16,7 @@
 #include "ep_experts_epilogue.cuh"
 #include "ep_experts_products.cuh"
 
-// ---- the three producing threads ------------------------------------------------------------------------------------
+// ---- the three producing threads, and the warp that publishes -------------------------------------------------------
 
 // The next task of this CTA. False: a wait has failed.
 __device__ __forceinline__ bool next_task(const EpParams& params, const EpSync& sync, uint64_t block_base, int index,
@@ -34,15 +35,6 @@ __device__ __forceinline__ bool next_task(const EpParams& params, const EpSync& 
     const RingPlace place = ring_place(params, block_base, item.block);
     task = {item.kind, entry.expert, entry.count, item.tile, place.slot, place.use, {0, 0}};
     return true;
-}
-
-// One thread: the next task of the queue.
-__device__ __forceinline__ Task take_task(TaskRing& tasks) {
-    tasks.wait_full();
-    const Task task = smem_object<Task>(tasks.stage());
-    tasks.arrive_empty_if(true);
-    tasks.advance();
-    return task;
 }
 
 // The packed weights of a task: chunks that follow each other.
@@ -70,7 +62,7 @@ __device__ __forceinline__ void produce_tasks(const EpParams& params, Smem& smem
             task.kind = kNoTask;
         }
         tasks.wait_empty();
-        smem_object<Task>(tasks.stage()) = task;
+        smem_object<QueuedTask>(tasks.stage()).task = task;
         mbarrier_arrive(tasks.barrier());
         tasks.advance();
         if (task.kind == kNoTask) return;
@@ -80,63 +72,80 @@ __device__ __forceinline__ void produce_tasks(const EpParams& params, Smem& smem
 __device__ __forceinline__ void produce_weights(const EpWeights& weights, Smem& smem) {
     TaskRing tasks(smem_address(smem_start()));
     StageRing ring(smem_address(smem_start()));
-    while (true) {
-        const Task task = take_task(tasks);
+    for (;; tasks.advance()) {
+        tasks.wait_full();
+        const Task task = smem_object<QueuedTask>(tasks.stage()).task;
+        tasks.arrive_empty();
         if (task.kind == kNoTask) return;
-        uint32_t bytes;
-        const uint8_t* gmem = task_weights(weights, task, bytes);
+        uint32_t chunk_bytes;
+        const uint8_t* gmem = task_weights(weights, task, chunk_bytes);
         const int chunks = task.kind == kFirstGemm ? kHiddenChunks : kIntermediateChunks;
-        for (int c = 0; c < chunks; ++c) {
+#pragma unroll 1
+        for (int c = 0; c < chunks; c += kStageChunks) {
+            const uint32_t bytes = min(chunks - c, kStageChunks) * chunk_bytes;
             ring.wait_empty();
             if (has_failed(smem)) {
                 mbarrier_arrive(ring.barrier());
             } else {
                 mbarrier_arrive_expect_tx(ring.barrier(), bytes);
-                bulk_copy_once(ring.stage(), gmem + c * int64_t(bytes), bytes, ring.barrier());
+                bulk_copy_once(ring.stage(), gmem, bytes, ring.barrier());
             }
+            gmem += bytes;
             ring.advance();
         }
     }
 }
 
-// One chunk of a task's tokens: image, scales, and behind the last chunk the block's info.
-__device__ __forceinline__ void copy_tokens(const EpParams& params, const Task& task, int chunk, bool last,
-                                            const StageRing& ring) {
-    const int width = block_width(task.count);
-    const bool first = task.kind == kFirstGemm;
-    const bool half = !first && 2 * chunk + 1 == kNeuronTasks;  // the last chunk of an odd number of act chunks
-    const uint32_t chunk_bytes = width * kChunkColumns * kElementBytes;
-    const uint8_t* gmem_image =
-        (first ? ring_x(params, task.slot) : params.gmem_ring_act + task.slot * kRingActSlotBytes) +
-        chunk * int64_t(chunk_bytes);
-    const float* gmem_scale =
-        first ? ring_x_scale(params, task.slot) + (kFp8 ? chunk : 0) * kBlockM
-              : params.gmem_ring_act_scale + (int64_t(task.slot) * kNeuronTasks + 2 * chunk) * kBlockM;
-    const uint32_t image_bytes = half ? chunk_bytes / 2 : chunk_bytes;
-    const uint32_t scale_bytes = (first || half ? 1 : 2) * kBlockM * 4;
-    const uint32_t info_bytes = last ? sizeof(RingInfo) : 0;
-    mbarrier_arrive_expect_tx(ring.barrier(), image_bytes + scale_bytes + info_bytes);
-    bulk_copy(ring.stage() + kImageAt, gmem_image, image_bytes, ring.barrier());
-    bulk_copy(ring.stage() + kScalesAt, gmem_scale, scale_bytes, ring.barrier());
-    if (last) bulk_copy(ring.stage() + kInfoAt, &ring_info(params, task.slot), info_bytes, ring.barrier());
-}
+// Where the tokens of a task lie, and how much of them a stage takes.
+struct TaskTokens {
+    const uint8_t* gmem_image;
+    const float* gmem_scale;
+    int columns;                         // that are left
+    uint32_t column_bytes, group_bytes;  // of the image a column; of the scales a group
+    int group_columns;                   // 0: all columns have the same scales
+
+    __device__ __forceinline__ TaskTokens(const EpParams& params, const Task& task) {
+        const bool first = task.kind == kFirstGemm;
+        gmem_image = first ? ring_x(params, task.slot) : params.gmem_ring_act + task.slot * kRingActSlotBytes;
+        gmem_scale = first ? ring_x_scale(params, task.slot)
+                           : params.gmem_ring_act_scale + int64_t(task.slot) * kNeuronTasks * kBlockM;
+        columns = first ? kHiddenPadded : kIntermediatePadded;
+        column_bytes = block_width(task.count) * kElementBytes;
+        group_bytes = kBlockM * 4;
+        group_columns = !first ? 64 : kFp8 ? kChunkColumns : 0;
+    }
+    // The next stage: image, scales, and with the last the block's info.
+    __device__ __forceinline__ void copy(const StageRing& ring, const RingInfo& gmem_info, RingInfo& info) {
+        const int now = min(columns, kStageColumns), groups = group_columns == 0 ? 1 : now / group_columns;
+        const uint32_t image_bytes = now * column_bytes, scale_bytes = groups * group_bytes;
+        const bool last = columns <= kStageColumns;
+        mbarrier_arrive_expect_tx(ring.barrier(), image_bytes + scale_bytes + (last ? uint32_t(sizeof(RingInfo)) : 0));
+        bulk_copy(ring.stage() + kImageAt, gmem_image, image_bytes, ring.barrier());
+        bulk_copy(ring.stage() + kScalesAt, gmem_scale, scale_bytes, ring.barrier());
+        if (last) bulk_copy(smem_address(&info), &gmem_info, sizeof(RingInfo), ring.barrier());
+        gmem_image += image_bytes;
+        if (group_columns != 0) gmem_scale += groups * kBlockM;
+        columns -= now;
+    }
+};
 
 // Which act chunks of a block are there, of those in `wanted` all.
 __device__ __forceinline__ bool wait_act(const EpParams& params, const EpSync& sync, const Task& task, uint64_t wanted,
                                          uint64_t& there) {
     if ((there & wanted) == wanted) return true;
-    if (!wait_l2_full(params, sync, {task.slot, task.use}, wanted)) return false;
-    const uint64_t bits = ld_acquire_gpu_u64(params.gmem_l2_full + task.slot);
-    there = task.use % 2 == 0 ? bits : ~bits;
+    if (!wait_l2_full(params, sync, {task.slot, task.use}, wanted, there)) return false;
     fence_proxy_async();
     return true;
 }
 
 __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& smem, const EpSync& sync) {
+    constexpr int kActsOfStage = kStageColumns / 64;
     TaskRing tasks(smem_address(smem_start()));
     StageRing ring(smem_address(smem_start()));
-    while (true) {
-        const Task task = take_task(tasks);
+    for (;; tasks.advance()) {
+        tasks.wait_full();
+        QueuedTask& queued = smem_object<QueuedTask>(tasks.stage());
+        const Task task = queued.task;
         if (task.kind == kNoTask) return;
         const bool first = task.kind == kFirstGemm;
         bool failed = has_failed(smem);
@@ -144,54 +153,80 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
             failed = !wait_l1_full(params, sync, {task.slot, task.use});
             fence_proxy_async();
         }
-        uint64_t there = 0;
-        const int chunks = first ? kHiddenChunks : kIntermediateChunks;
-        for (int c = 0; c < chunks; ++c) {
-            if (!first && !failed)
-                failed = !wait_act(params, sync, task, uint64_t(3) << 2 * c & kAllNeuronTasks, there);
+        TaskTokens tokens(params, task);
+        uint64_t there = 0, wanted = (uint64_t(1) << kActsOfStage) - 1;
+#pragma unroll 1
+        for (int left = tokens.columns; left > 0; left -= kStageColumns, wanted <<= kActsOfStage) {
+            if (!first && !failed) failed = !wait_act(params, sync, task, wanted & kAllNeuronTasks, there);
             if (failed) set_failed(smem);
             ring.wait_empty();
             if (failed)
                 mbarrier_arrive(ring.barrier());
             else
-                copy_tokens(params, task, c, c == chunks - 1, ring);
+                tokens.copy(ring, ring_info(params, task.slot), queued.info);
             ring.advance();
         }
+        tasks.arrive_empty();
     }
+}
+
+// One warp: tells the ring what the consumers have finished, and at the end the peers.
+__device__ __forceinline__ void publish_tasks(const EpParams& params, Smem& smem) {
+    const int lane = threadIdx.x % kLanes;
+    TaskRing tasks(smem_address(smem_start()));
+    for (;; tasks.advance()) {
+        tasks.wait_full();
+        const Task task = smem_object<QueuedTask>(tasks.stage()).task;
+        if (task.kind == kNoTask) break;
+        mbarrier_wait(tasks.barrier() + kToDone, tasks.parity);
+        if (lane == 0) {
+            const RingPlace place{task.slot, task.use};
+            if (!has_failed(smem)) {
+                if (task.kind == kFirstGemm) {
+                    signal_l2_full(params, place, task.tile);
+                    signal_l1_empty(params, place);
+                } else {
+                    signal_l2_empty(params, place);
+                }
+            }
+            tasks.arrive_empty();
+        }
+        __syncwarp();
+    }
+    if (has_failed(smem)) return;
+#pragma unroll 1
+    for (int peer = lane; peer < params.peers.num_ranks; peer += kLanes) signal_done(params, peer);
 }
 
 // ---- the consumers -------------------------------------------------------------------------------------------------
 
 template <int N, class Format>
 __device__ __forceinline__ void do_task(const EpParams& params, const EpWeights& weights, Smem& smem, Consumer& me,
-                                        const Task& task, const Place& at) {
-    UsedStage kept;
+                                        const Task& task, const RingInfo& info, const Place& at) {
     if (task.kind == kFirstGemm) {
         Products<N, Format, false> products(me);
-        kept = products.run();
-        finish_first<N>(params, weights, smem, task, smem_object<RingInfo>(kept.address + kInfoAt), at, products.sum);
+        products.run();
+        finish_first<N>(params, weights, smem, task, info, at, products.sum);
     } else {
         Products<N, Format, true> products(me);
-        kept = products.run();
-        finish_second<N>(params, weights, smem, task, smem_object<RingInfo>(kept.address + kInfoAt), at, products.sum);
+        products.run();
+        finish_second<N>(params, weights, smem, task, info, at, products.sum);
     }
-    __syncwarp();
-    StageRing::release(kept.barrier, me.lane == 0);
 }
 
 template <class Format>
 __device__ __forceinline__ void do_task_of_width(const EpParams& params, const EpWeights& weights, Smem& smem,
-                                                 Consumer& me, const Task& task, const Place& at) {
+                                                 Consumer& me, const Task& task, const RingInfo& info, const Place& at) {
     const int width = block_width(task.count);
-    if (width == 8) do_task<8, Format>(params, weights, smem, me, task, at);
+    if (width == 8) do_task<8, Format>(params, weights, smem, me, task, info, at);
     if constexpr (kBlockM >= 16) {
-        if (width == 16) do_task<16, Format>(params, weights, smem, me, task, at);
+        if (width == 16) do_task<16, Format>(params, weights, smem, me, task, info, at);
     }
     if constexpr (kBlockM >= 32) {
-        if (width == 32) do_task<32, Format>(params, weights, smem, me, task, at);
+        if (width == 32) do_task<32, Format>(params, weights, smem, me, task, info, at);
     }
     if constexpr (kBlockM >= 64) {
-        if (width == 64) do_task<64, Format>(params, weights, smem, me, task, at);
+        if (width == 64) do_task<64, Format>(params, weights, smem, me, task, info, at);
     }
 }
 
@@ -213,31 +248,32 @@ __device__ __forceinline__ void consume(const EpParams& params, const EpWeights&
     const uint32_t base = smem_address(smem_start());
     Consumer me{at.warp, at.lane, StageRing(base)};
     TaskRing tasks(base);
-    while (true) {
+    for (;; tasks.advance()) {
         tasks.wait_full();
-        const Task task = uniform(smem_object<Task>(tasks.stage()));
-        tasks.arrive_empty_if(at.lane == 0);
-        tasks.advance();
-        if (task.kind == kNoTask) break;
-        if constexpr (kNumShared > 0) {
-            if (task.expert >= kLocalExperts) {
-                do_task_of_width<Shared>(params, weights, smem, me, task, at);
-                continue;
-            }
-        }
-        do_task_of_width<Routed>(params, weights, smem, me, task, at);
+        const QueuedTask& queued = smem_object<QueuedTask>(tasks.stage());
+        const Task task = uniform(queued.task);
+        if (task.kind == kNoTask) return;
+        if (kNumShared > 0 && task.expert >= kLocalExperts)
+            do_task_of_width<Shared>(params, weights, smem, me, task, queued.info, at);
+        else
+            do_task_of_width<Routed>(params, weights, smem, me, task, queued.info, at);
+        __syncwarp();
+        mbarrier_arrive_if(tasks.barrier() + kToDone, at.lane == 0);
     }
-    consumers_sync();
-    if (at.thread < params.peers.num_ranks && !has_failed(smem)) signal_done(params, at.thread);
 }
 
 __device__ __forceinline__ void set_up(Smem& smem) {
+    const uint32_t base = smem_address(smem_start());
     if (threadIdx.x == 0) {
-        const uint32_t base = smem_address(smem_start());
-        StageRing(base).init(2, kConsumerWarps);     // one arrival for the weights, one for the tokens
-        TaskRing(base).init(1, kConsumerWarps + 2);  // read by the consumers and two producers
+        StageRing(base).init(2, kConsumerWarps);  // one arrival for the weights, one for the tokens
         fence_mbarrier_init();
         smem.failed = 0;
+    }
+    if (threadIdx.x == kConsumers) {
+        const TaskRing tasks(base);
+        tasks.init(1, 3);  // read by two producers and by the warp that publishes, which waits for the consumers
+        for (int t = 0; t < kTasks; ++t) mbarrier_init(tasks.barrier() + kToDone + 8 * t, kConsumerWarps);
+        fence_mbarrier_init();
     }
     for (int i = threadIdx.x; i < kLutBytes; i += kThreads) smem_start()[i] = lut_byte(i / 8, i % 8);
     __syncthreads();
@@ -258,5 +294,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (thread == 0) produce_tasks(params, smem, sync, block_base);
         if (thread == kLanes) produce_weights(weights, smem);
         if (thread == 2 * kLanes) produce_tokens(params, smem, sync);
+        if (thread >= 3 * kLanes) publish_tasks(params, smem);
     }
 }

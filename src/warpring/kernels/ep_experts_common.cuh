@@ -3,7 +3,7 @@
 // Compile-time parameters beside those of ep_common.cuh:
 //   WARPRING_FORMAT          a policy of ep_weights.cuh, for the routed experts
 //   WARPRING_SHARED_FORMAT   the same for shared experts; WARPRING_FORMAT where it is not given
-//   WARPRING_STAGES          chunks of weights, with their tokens, that a CTA holds or has requested
+//   WARPRING_STAGES          stages of weights, with their tokens, that a CTA holds or has requested
 //   WARPRING_SMEM_BYTES      dynamic shared memory of a CTA
 #pragma once
 #include "ep_weights.cuh"
@@ -20,7 +20,9 @@ constexpr int kThreads = kConsumers + 128;  // one warpgroup of producers
 constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
 constexpr int kConsumerBarrier = 1;  // the named barrier of the consumers; 0 is __syncthreads
 
+// A stage holds two chunks, so that there are few copies: one takes the thread that asks for it some 180 cycles.
 constexpr int kChunkColumns = 128;
+constexpr int kStageChunks = 2, kStageColumns = kStageChunks * kChunkColumns;
 constexpr int kHiddenChunks = kHiddenPadded / kChunkColumns;
 constexpr int kIntermediateChunks = ceil_div(kIntermediatePadded, kChunkColumns);
 template <class Format>
@@ -34,12 +36,10 @@ __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 constexpr int kStages = WARPRING_STAGES;
 constexpr int kTasks = 8;  // of the queue
-// A stage: a chunk of weights; the same columns of the block's tokens as a B image; scales of one or two groups of
-// columns; with the last chunk of a task the block's info.
-constexpr int kImageAt = round_up(larger(kWeightChunkBytes<Routed>, kWeightChunkBytes<Shared>), 128);
-constexpr int kScalesAt = kImageAt + kBlockM * kChunkColumns * kElementBytes;
-constexpr int kInfoAt = kScalesAt + 2 * kBlockM * 4;
-constexpr int kStageBytes = round_up(kInfoAt + int(sizeof(RingInfo)), 128);
+// A stage: chunks of weights; the same columns of the block's tokens as a B image; scales, one row a group of columns.
+constexpr int kImageAt = round_up(kStageChunks * larger(kWeightChunkBytes<Routed>, kWeightChunkBytes<Shared>), 128);
+constexpr int kScalesAt = kImageAt + kBlockM * kStageColumns * kElementBytes;
+constexpr int kStageBytes = round_up(kScalesAt + kStageColumns / 64 * kBlockM * 4, 128);
 
 // Partial results are turned round in shared memory, up to 32 tokens at a time; so is the act chunk of a task.
 constexpr int kPartialBytes = kFp8 ? 2 : 4;
@@ -55,13 +55,19 @@ struct Task {
 };
 enum TaskKind : int32_t { kNoTask = 0, kFirstGemm = 1, kSecondGemm = 2 };
 
+// A task in the queue. The info of its block comes with the task's last stage.
+struct QueuedTask {
+    Task task;
+    RingInfo info;
+};
+
 // Byte offsets in a CTA's shared memory: the LUT (at 0: an entry's address is its offset), the stages, the queue, the
-// barriers of both (full, then empty), the rest.
+// barriers of both (full, then empty, of the queue also done), the rest.
 constexpr uint32_t kStagesAt = kLutBytes;
 constexpr uint32_t kTasksAt = kStagesAt + kStages * kStageBytes;
-constexpr uint32_t kStageBarriersAt = kTasksAt + kTasks * sizeof(Task);
+constexpr uint32_t kStageBarriersAt = kTasksAt + kTasks * sizeof(QueuedTask);
 constexpr uint32_t kTaskBarriersAt = kStageBarriersAt + kStages * 16;
-constexpr uint32_t kRestAt = kTaskBarriersAt + kTasks * 16;
+constexpr uint32_t kRestAt = kTaskBarriersAt + kTasks * 24;
 struct alignas(16) Smem {
     uint8_t turn[kTurnBytes];
     alignas(16) uint32_t amax[kBlockM][kConsumerWarps];
@@ -102,7 +108,7 @@ struct Ring {
     }
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(barrier(), parity); }
     __device__ __forceinline__ void wait_empty() const { mbarrier_wait(barrier() + kToEmpty, parity ^ 1); }
-    __device__ __forceinline__ void arrive_empty_if(bool arrives) const { release(barrier(), arrives); }
+    __device__ __forceinline__ void arrive_empty() const { mbarrier_arrive(barrier() + kToEmpty); }
     // The stage whose "full" is at `barrier` has been read.
     static __device__ __forceinline__ void release(uint32_t barrier, bool arrives) {
         mbarrier_arrive_if(barrier + kToEmpty, arrives);
@@ -113,7 +119,8 @@ struct Ring {
     }
 };
 using StageRing = Ring<kStages, kStageBytes, kStagesAt, kStageBarriersAt>;
-using TaskRing = Ring<kTasks, sizeof(Task), kTasksAt, kTaskBarriersAt>;
+using TaskRing = Ring<kTasks, sizeof(QueuedTask), kTasksAt, kTaskBarriersAt>;
+constexpr uint32_t kToDone = 16 * kTasks;  // from a task's barrier "full" to that of the consumers being done with it
 
 // Whether a wait of this CTA has failed before the stage that this thread has waited for was filled.
 __device__ __forceinline__ bool has_failed(const Smem& smem) {

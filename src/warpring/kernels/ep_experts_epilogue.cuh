@@ -1,7 +1,7 @@
 // ep_experts_epilogue.cuh   What follows the sums of a task: activation and requantisation, or partial results.
 //
 // Both are the same for every width N and any other tokens in the block: a token is a column. Columns behind the
-// block's count hold old bytes; nothing of theirs is looked at.
+// block's count hold old bytes; nothing of theirs is looked at. What they write is published by another warp.
 #pragma once
 #include "activation.cuh"
 #include "ep_experts_common.cuh"
@@ -78,13 +78,6 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
     uint8_t* gmem_chunk = params.gmem_ring_act + task.slot * kRingActSlotBytes + task.tile * kBytes;
     for (int o = at.thread * 16; o < kBytes && publish; o += kConsumers * 16)
         *reinterpret_cast<uint4*>(gmem_chunk + o) = ld_shared_128(smem_address(smem.turn + o));
-    fence_proxy_async();  // the second GEMM reads codes and scales by bulk copies
-    consumers_sync();
-    if (at.thread == 0 && publish) {
-        const RingPlace place{task.slot, task.use};
-        signal_l2_full(params, place, task.tile);
-        signal_l1_empty(params, place);
-    }
 }
 
 // Where the partial result of a pair lies: a row of `hidden` values in its owner's memory.
@@ -116,7 +109,7 @@ __device__ __forceinline__ void finish_second(const EpParams& params, const EpWe
     const bool publish = !has_failed(smem);
 #pragma unroll
     for (int first = 0; first < N; first += kTurned) {
-        if (first > 0) consumers_sync();  // the columns before have left
+        consumers_sync();  // the columns or the act chunk before have left
 #pragma unroll
         for (int i = 0; i < kTurned / 2; ++i) {
             const int n = i / 4 * 8 + at.column() + i % 2, row = at.row() + i % 4 / 2 * 8;
@@ -138,6 +131,4 @@ __device__ __forceinline__ void finish_second(const EpParams& params, const EpWe
                 ld_shared_128(smem_address(smem.turn + n * kTurnStride + piece * 16));
         }
     }
-    consumers_sync();
-    if (at.thread == 0 && publish) signal_l2_empty(params, {task.slot, task.use});
 }

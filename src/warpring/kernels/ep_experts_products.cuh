@@ -11,7 +11,7 @@ struct Consumer {
     StageRing ring;
 };
 
-// A stage that is still in use: its address, and that of its barrier.
+// A stage in use: its address, and that of its barrier.
 struct UsedStage {
     uint32_t address, barrier;
 };
@@ -21,6 +21,7 @@ struct Products {
     static constexpr int kGroupColumns = kSecond ? 64 : 128;
     static constexpr int kSteps = kGroupColumns / 32;
     static constexpr int kGroupsOfChunk = kChunkColumns / kGroupColumns;
+    static constexpr int kGroupsOfStage = kStageColumns / kGroupColumns;
     static constexpr int kGroups = kSecond ? kNeuronTasks : kHiddenPadded / kGroupColumns;
 
     Consumer& me;
@@ -35,24 +36,24 @@ struct Products {
         for (int i = 0; i < N / 2; ++i) sum[i] = part[0][i] = part[1][i] = 0.f;
     }
 
-    // Starts the products of the next group in buffer b.
-    template <int b>
+    // Starts the products of a group, the `kPlace`th of its stage, in buffer b.
+    template <int b, int kPlace>
     __device__ __forceinline__ void start(bool last) {
-        constexpr int kPlace = kGroupsOfChunk == 1 ? 0 : b;  // of the group in its chunk
         if (kPlace == 0) me.ring.wait_full();
         stage[b] = {me.ring.stage(), me.ring.barrier()};
-        rows[b] = Format::scales(stage[b].address, me.warp, me.lane);
-        Format::template decode<kSteps>(stage[b].address, smem_start(), rows[b], kPlace * kSteps, me.warp, me.lane,
+        const uint32_t chunk = stage[b].address + kPlace / kGroupsOfChunk * kWeightChunkBytes<Format>;
+        rows[b] = Format::scales(chunk, me.warp, me.lane);
+        Format::template decode<kSteps>(chunk, smem_start(), rows[b], kPlace % kGroupsOfChunk * kSteps, me.warp, me.lane,
                                         a[b]);
         const uint64_t image = b_descriptor(stage[b].address + kImageAt, N);
         warpgroup_arrive();
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) multiply(part[b], a[b][s], image, kPlace * kSteps + s, s > 0);
         warpgroup_commit();
-        if (kPlace == kGroupsOfChunk - 1 || last) me.ring.advance();
+        if (kPlace == kGroupsOfStage - 1 || last) me.ring.advance();
     }
 
-    // 32 columns, step `step` of the chunk: one product of E4M3, or two of FP16. A product reads 32 bytes of every
+    // 32 columns, step `step` of the stage: one product of E4M3, or two of FP16. A product reads 32 bytes of every
     // token, 2 N units of 16 bytes.
     static __device__ __forceinline__ void multiply(float (&d)[N / 2], const uint32_t (&a)[kStepRegisters],
                                                     uint64_t image, int step, int adds) {
@@ -64,12 +65,11 @@ struct Products {
         }
     }
 
-    // Adds the finished sums of buffer b. The last stage of a task is kept: it holds the block's info.
-    template <int b>
+    // Adds the finished sums of buffer b.
+    template <int b, int kPlace, bool kMayBeLast = false>
     __device__ __forceinline__ void finish(bool last) {
-        constexpr int kPlace = kGroupsOfChunk == 1 ? 0 : b;
         hold(part[b]);
-        const uint32_t scales = stage[b].address + kScalesAt + (kSecond ? kPlace : 0) * kBlockM * 4;
+        const uint32_t scales = stage[b].address + kScalesAt + (kFp8 || kSecond ? kPlace : 0) * kBlockM * 4;
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) {
             const uint2 bits = ld_shared_64(scales + (8 * j + 2 * (me.lane % 4)) * 4);
@@ -80,9 +80,9 @@ struct Products {
                     fmaf(part[b][4 * j + i], (i < 2 ? rows[b].low : rows[b].high) * x[i % 2], sum[4 * j + i]);
         }
         // No branch on what is known at run time: behind one the compiler takes the lanes for being at different stages.
-        if constexpr (kPlace == kGroupsOfChunk - 1) {
+        if constexpr (kPlace == kGroupsOfStage - 1 || kMayBeLast) {
             __syncwarp();
-            StageRing::release(stage[b].barrier, me.lane == 0 && !last);
+            StageRing::release(stage[b].barrier, me.lane == 0 && (kPlace == kGroupsOfStage - 1 || last));
         }
     }
 
@@ -91,28 +91,28 @@ struct Products {
     // time.
     template <int count, int done = 0>
     __device__ __forceinline__ void run_some(bool last) {
-        start<done % 2>(last && done == count - 1);
+        start<done % 2, done % kGroupsOfStage>(last && done == count - 1);
         if constexpr (done > 0) {
             warpgroup_wait<1>();
-            finish<(done - 1) % 2>(false);
+            finish<(done - 1) % 2, (done - 1) % kGroupsOfStage>(false);
         }
         if constexpr (done + 1 < count) {
             run_some<count, done + 1>(last);
         } else {
             warpgroup_wait<0>();
-            finish<done % 2>(last);
+            finish<done % 2, done % kGroupsOfStage, true>(last);
         }
     }
 
-    // All of the task's groups. Returns the stage that the caller releases after the epilogue. The last groups are code
-    // of their own, unless they fill a turn of the loop and a register is left for its counter.
-    __device__ __forceinline__ UsedStage run() {
+    // All of the task's groups. The last ones are code of their own, unless they fill a turn of the loop and a register
+    // is left for its counter.
+    __device__ __forceinline__ void run() {
         constexpr int kAtOnce = 4;
+        static_assert(kAtOnce % kGroupsOfStage == 0, "a turn of the loop begins with a stage");
         constexpr bool kAllInLoop = kGroups % kAtOnce == 0 && N < 64;
         constexpr int kRest = kAllInLoop ? 0 : (kGroups - 1) % kAtOnce + 1, kInLoop = kGroups - kRest;
 #pragma unroll 1
         for (int i = 0; i < kInLoop; i += kAtOnce) run_some<kAtOnce>(kAllInLoop && i == kInLoop - kAtOnce);
         if constexpr (!kAllInLoop) run_some<kRest>(true);
-        return stage[(kGroups - 1) % 2];
     }
 };
