@@ -1,8 +1,7 @@
 // ep_experts_products.cuh   128 rows of weights times up to 64 tokens: what the consumer warpgroups do with the stages.
 //
 // Sums are formed on the tensor cores over a group of columns that share a token's scale (128 or 64), then multiplied
-// by the row's and the token's scale and added in FP32. Two groups alternate: the registers of one are decoded while
-// the products of the other run. The order of additions depends on nothing but the sizes of the layer.
+// by the row's and the token's scale and added in FP32. The order of additions depends on nothing but the sizes of the layer.
 #pragma once
 #include "ep_experts_common.cuh"
 
@@ -24,33 +23,52 @@ struct Products {
     static constexpr int kGroupsOfStage = kStageColumns / kGroupColumns;
     static constexpr int kGroups = kSecond ? kNeuronTasks : kHiddenPadded / kGroupColumns;
 
+    static constexpr int kAtOnce = 4;               // groups that are code of their own
+    static constexpr bool kAhead = kFp8 || N < 64;  // registers are left to load codes and scales ahead
+    static_assert(kAtOnce % kGroupsOfStage == 0, "a turn of the loop begins with a stage");
+
+    // A group of columns from its stage to its sums. Indices are known when this is compiled, so a field takes registers
+    // only while it is needed.
+    struct Group {
+        UsedStage stage;
+        RowScales rows;
+        typename Format::template Codes<kSteps> codes;
+    };
+
     Consumer& me;
     float sum[N / 2];
     float part[2][N / 2];
     uint32_t a[2][kSteps][kStepRegisters];
-    RowScales rows[2];
-    UsedStage stage[2];
+    Group groups[kAtOnce];
 
     __device__ __forceinline__ explicit Products(Consumer& consumer) : me(consumer) {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) sum[i] = part[0][i] = part[1][i] = 0.f;
     }
 
-    // Starts the products of a group, the `kPlace`th of its stage, in buffer b.
-    template <int b, int kPlace>
-    __device__ __forceinline__ void start(bool last) {
+    // Loads the codes of group g, if registers are left while the one before is multiplied.
+    template <int g>
+    __device__ __forceinline__ void fetch(bool last) {
+        constexpr int kPlace = g % kGroupsOfStage;
         if (kPlace == 0) me.ring.wait_full();
-        stage[b] = {me.ring.stage(), me.ring.barrier()};
-        const uint32_t chunk = stage[b].address + kPlace / kGroupsOfChunk * kWeightChunkBytes<Format>;
-        rows[b] = Format::scales(chunk, me.warp, me.lane);
-        Format::template decode<kSteps>(chunk, smem_start(), rows[b], kPlace % kGroupsOfChunk * kSteps, me.warp, me.lane,
-                                        a[b]);
-        const uint64_t image = b_descriptor(stage[b].address + kImageAt, N);
+        Group& group = groups[g];
+        group.stage = {me.ring.stage(), me.ring.barrier()};
+        const uint32_t chunk = group.stage.address + kPlace / kGroupsOfChunk * kWeightChunkBytes<Format>;
+        group.rows = Format::scales(chunk, me.warp, me.lane);
+        group.codes.load(chunk, kPlace % kGroupsOfChunk * kSteps, me.warp, me.lane);
+        if (kPlace == kGroupsOfStage - 1 || last) me.ring.advance();
+    }
+
+    // Starts the products of group g.
+    template <int g>
+    __device__ __forceinline__ void start() {
+        constexpr int kPlace = g % kGroupsOfStage, b = g % 2;
+        groups[g].codes.decode(smem_start(), groups[g].rows, g % kGroupsOfChunk * kSteps, a[b]);
+        const uint64_t image = b_descriptor(groups[g].stage.address + kImageAt, N);
         warpgroup_arrive();
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) multiply(part[b], a[b][s], image, kPlace * kSteps + s, s > 0);
         warpgroup_commit();
-        if (kPlace == kGroupsOfStage - 1 || last) me.ring.advance();
     }
 
     // 32 columns, step `step` of the stage: one product of E4M3, or two of FP16. A product reads 32 bytes of every
@@ -65,50 +83,62 @@ struct Products {
         }
     }
 
-    // Adds the finished sums of buffer b.
-    template <int b, int kPlace, bool kMayBeLast = false>
-    __device__ __forceinline__ void finish(bool last) {
-        hold(part[b]);
-        const uint32_t scales = stage[b].address + kScalesAt + (kFp8 || kSecond ? kPlace : 0) * kBlockM * 4;
+    // What the tokens of group g are multiplied by: those of this lane's columns.
+    template <int g>
+    __device__ __forceinline__ void load_scales(float (&x)[N / 4]) const {
+        const uint32_t scales =
+            groups[g].stage.address + kScalesAt + (kFp8 || kSecond ? g % kGroupsOfStage : 0) * kBlockM * 4;
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) {
             const uint2 bits = ld_shared_64(scales + (8 * j + 2 * (me.lane % 4)) * 4);
-            const float x[2] = {__uint_as_float(bits.x), __uint_as_float(bits.y)};
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sum[4 * j + i] =
-                    fmaf(part[b][4 * j + i], (i < 2 ? rows[b].low : rows[b].high) * x[i % 2], sum[4 * j + i]);
-        }
-        // No branch on what is known at run time: behind one the compiler takes the lanes for being at different stages.
-        if constexpr (kPlace == kGroupsOfStage - 1 || kMayBeLast) {
-            __syncwarp();
-            StageRing::release(stage[b].barrier, me.lane == 0 && (kPlace == kGroupsOfStage - 1 || last));
+            x[2 * j] = __uint_as_float(bits.x), x[2 * j + 1] = __uint_as_float(bits.y);
         }
     }
 
-    // `count` groups, one behind the other: while one is on the tensor cores the next is decoded. At the end none is:
-    // products in flight over the end of a loop are beyond what the compiler follows, it would run all of them one at a
-    // time.
-    template <int count, int done = 0>
-    __device__ __forceinline__ void run_some(bool last) {
-        start<done % 2, done % kGroupsOfStage>(last && done == count - 1);
-        if constexpr (done > 0) {
-            warpgroup_wait<1>();
-            finish<(done - 1) % 2, (done - 1) % kGroupsOfStage>(false);
+    // Adds the finished sums of group g.
+    template <int g, bool kMayBeLast>
+    __device__ __forceinline__ void finish(const float (&x)[N / 4], bool last) {
+        const Group& group = groups[g];
+        float(&own)[N / 2] = part[g % 2];
+        hold(own);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i)
+            sum[i] = fmaf(own[i], (i % 4 < 2 ? group.rows.low : group.rows.high) * x[i / 4 * 2 + i % 2], sum[i]);
+        // No branch on what is known at run time: behind one the compiler takes the lanes for being at different stages.
+        constexpr bool kEnd = g % kGroupsOfStage == kGroupsOfStage - 1;
+        if constexpr (kEnd || kMayBeLast) {
+            __syncwarp();
+            StageRing::release(group.stage.barrier, me.lane == 0 && (kEnd || last));
         }
-        if constexpr (done + 1 < count) {
-            run_some<count, done + 1>(last);
+    }
+
+    // `count` groups, one behind the other: while one is on the tensor cores the next is decoded, and the one behind that
+    // is loaded. At the end none is: products in flight over the end of a loop are beyond what the compiler follows, it
+    // would run all of them one at a time.
+    template <int count, int g = 0>
+    __device__ __forceinline__ void run_some(bool last) {
+        float x[N / 4];
+        if constexpr (g == 0 || !kAhead) fetch<g>(last && g + 1 == count);
+        if constexpr (g > 0 && kAhead) load_scales<g - 1>(x);
+        start<g>();
+        if constexpr (g + 1 < count && kAhead) fetch<g + 1>(last && g + 2 == count);
+        if constexpr (g > 0) {
+            warpgroup_wait<1>();
+            if constexpr (!kAhead) load_scales<g - 1>(x);
+            finish<g - 1, false>(x, false);
+        }
+        if constexpr (g + 1 < count) {
+            run_some<count, g + 1>(last);
         } else {
             warpgroup_wait<0>();
-            finish<done % 2, done % kGroupsOfStage, true>(last);
+            load_scales<g>(x);
+            finish<g, true>(x, last);
         }
     }
 
     // All of the task's groups. The last ones are code of their own, unless they fill a turn of the loop and a register
     // is left for its counter.
     __device__ __forceinline__ void run() {
-        constexpr int kAtOnce = 4;
-        static_assert(kAtOnce % kGroupsOfStage == 0, "a turn of the loop begins with a stage");
         constexpr bool kAllInLoop = kGroups % kAtOnce == 0 && N < 64;
         constexpr int kRest = kAllInLoop ? 0 : (kGroups - 1) % kAtOnce + 1, kInLoop = kGroups - kRest;
 #pragma unroll 1

@@ -4,7 +4,7 @@
 // each, lane l = 4 g + q of a warp rows g and g + 8. Codes come first, scales behind them. A policy has
 //   kCodeBytes, kScaleBytes   of a chunk
 //   scales(smem, warp, lane)  what multiplies the sums of rows g and g + 8 over this chunk, and whatever decode() needs
-//   decode<steps>(...)        A registers of `steps` times 32 columns
+//   Codes<steps>              codes of `steps` times 32 columns: load() from the chunk, decode() to A registers
 // WARPRING_ACTIVATION_FP8 chooses the operands: E4M3 (4 registers for 32 columns) or FP16 (8, for two products of 16).
 #pragma once
 #include "ep_common.cuh"
@@ -68,13 +68,19 @@ __device__ __forceinline__ void e4m3_operands(uint4 codes, uint32_t (&a)[kStepRe
 // What the formats with E4M3 codes share: a step is 16 bytes a lane.
 struct EpE4m3Codes {
     static constexpr int kCodeBytes = 128 * 128;
+    // They are loaded where they are decoded: the operands are as large as the codes, and in use by the products before.
     template <int steps>
-    static __device__ __forceinline__ void decode(uint32_t smem, const uint8_t*, const RowScales&, int first_step,
-                                                  int warp, int lane, uint32_t (&a)[steps][kStepRegisters]) {
+    struct Codes {
+        uint32_t smem_codes;
+        __device__ __forceinline__ void load(uint32_t smem, int first_step, int warp, int lane) {
+            smem_codes = smem + warp * 2048 + first_step * 512 + lane * 16;
+        }
+        __device__ __forceinline__ void decode(const uint8_t*, const RowScales&, int,
+                                               uint32_t (&a)[steps][kStepRegisters]) const {
 #pragma unroll
-        for (int s = 0; s < steps; ++s)
-            e4m3_operands(ld_shared_128(smem + warp * 2048 + (first_step + s) * 512 + lane * 16), a[s]);
-    }
+            for (int s = 0; s < steps; ++s) e4m3_operands(ld_shared_128(smem_codes + s * 512), a[s]);
+        }
+    };
 };
 
 // E4M3 with one FP32 scale a 128 x 128 block: a task lies within one block of rows, but gate and up are two matrices.
@@ -119,20 +125,25 @@ struct EpMxfp4 {
     }
 
     template <int steps>
-    static __device__ __forceinline__ void decode(uint32_t smem, const uint8_t* smem_lut, const RowScales& rows,
-                                                  int first_step, int warp, int lane,
-                                                  uint32_t (&a)[steps][kStepRegisters]) {
+    struct Codes {
         static_assert(steps % 2 == 0, "16 bytes of a lane are two steps");
+        uint4 pairs[steps / 2];
+
+        __device__ __forceinline__ void load(uint32_t smem, int first_step, int warp, int lane) {
 #pragma unroll
-        for (int s = 0; s < steps; s += 2) {
-            const uint4 codes = ld_shared_128(smem + warp * 1024 + (first_step + s) * 256 + lane * 16);
+            for (int p = 0; p < steps / 2; ++p)
+                pairs[p] = ld_shared_128(smem + warp * 1024 + (first_step + 2 * p) * 256 + lane * 16);
+        }
+        __device__ __forceinline__ void decode(const uint8_t* smem_lut, const RowScales& rows, int first_step,
+                                               uint32_t (&a)[steps][kStepRegisters]) const {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int step = first_step + s + half;
+            for (int s = 0; s < steps; ++s) {
+                const uint4& codes = pairs[s / 2];
                 uint32_t low[2], high[2];
-                bytes(half ? codes.z : codes.x, lut_entry(smem_lut, rows.low_shifts, step), low[0], low[1]);
-                bytes(half ? codes.w : codes.y, lut_entry(smem_lut, rows.high_shifts, step), high[0], high[1]);
-                uint32_t (&out)[kStepRegisters] = a[s + half];
+                bytes(s % 2 ? codes.z : codes.x, lut_entry(smem_lut, rows.low_shifts, first_step + s), low[0], low[1]);
+                bytes(s % 2 ? codes.w : codes.y, lut_entry(smem_lut, rows.high_shifts, first_step + s), high[0],
+                      high[1]);
+                uint32_t (&out)[kStepRegisters] = a[s];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     if constexpr (kFp8) {
@@ -145,5 +156,5 @@ struct EpMxfp4 {
                 }
             }
         }
-    }
+    };
 };
