@@ -33,6 +33,8 @@ _E8M0_NAN = 255
 # A code placed as a BF16 bit field is its value times 2^-120 (E4M3) or 2^-126 (E2M1): that much is in the stored scale.
 _FIELD_EXPONENT = {"mxfp8": 120, "mxfp4": 126}
 _MAX_EXPONENT_FIELD = 254
+#: The upper exponent bit of both E2M1 codes of a pair, as BF16 fields.
+_TOP_EXPONENT = 0x01000100
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,13 +208,19 @@ def _fields_e4m3(panels: torch.Tensor) -> torch.Tensor:
 
 
 def _fields_e2m1(panels: torch.Tensor) -> torch.Tensor:
-    """Eight codes a word: pairs at shifts 0, 3 and 6 of one mask, the last pair in the bits that remain."""
+    """Eight codes a word: pairs in one mask at left rotations of 0, 6 and 10; of the last pair sign and the lower two
+    bits at 12, the upper exponent bit at 4. No other placing of four pairs takes fewer shifts to find them again."""
     c = panels.to(torch.int64).unflatten(-1, (1, 4, 2))
-    sign, rest = c >> 3, c & 7
-    placed = sign << 15 | rest << 6
-    half = placed[..., 0, :] | placed[..., 1, :] >> 3 | placed[..., 2, :] >> 6
-    half = half | sign[..., 3, :] << 14 | (rest[..., 3, :] >> 2) << 13 | (rest[..., 3, :] & 3) << 10
-    return _words(half[..., 0] | half[..., 1] << 16)
+    placed = (c >> 3) << 15 | (c & 7) << 6
+    pairs = (placed[..., 0] | placed[..., 1] << 16).unbind(-1)
+    word = pairs[0] | _rotate(pairs[1], -6) | _rotate(pairs[2], -10)
+    return _words(word | _rotate(pairs[3] & ~_TOP_EXPONENT, -12) | _rotate(pairs[3] & _TOP_EXPONENT, -4))
+
+
+def _rotate(words: torch.Tensor, left: int) -> torch.Tensor:
+    """32-bit words in int64, rotated left."""
+    left %= 32
+    return (words << left | words >> (32 - left)) & 0xFFFFFFFF
 
 
 def unpack(packed: PackedMatrix, format: str) -> QuantizedTensor:
@@ -287,10 +295,11 @@ def _codes_e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 def _codes_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """The inverse of `_fields_e2m1`: uint8 codes, one a byte, as `_panels` has them."""
-    half = _half_words(codes, words=1)
-    pairs = [(half >> (12 - shift) & 8) | (half >> (6 - shift) & 7) for shift in (0, 3, 6)]
-    pairs.append((half >> 11 & 8) | (half >> 11 & 4) | (half >> 10 & 3))
-    return _interleaved(pairs)
+    words = codes.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    pairs = [_rotate(words, left) for left in (0, 6, 10)]
+    pairs.append((_rotate(words, 12) & ~_TOP_EXPONENT) | (_rotate(words, 4) & _TOP_EXPONENT))
+    halves = [torch.stack((pair & 0xFFFF, pair >> 16), -1).unflatten(-2, (8, 4, 2, 1)) for pair in pairs]
+    return _interleaved([(half >> 12 & 8) | (half >> 6 & 7) for half in halves])
 
 
 #: Experts packed at a time: bounds the temporaries, which take some 20 bytes a weight.

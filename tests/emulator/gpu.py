@@ -50,6 +50,7 @@ def emulated_gpu(
         stream.append(Launch(load(spec, directory), grid, block, args, smem_bytes))
 
     buffers: list[torch.Tensor] = []
+    zeros: list[torch.Tensor] = []
 
     @contextmanager
     def scratch(num_bytes: int, device: torch.device, stream_: object) -> Generator[torch.Tensor]:
@@ -58,6 +59,12 @@ def emulated_gpu(
             buffers.append(guarded(torch.full((num_bytes,), 0xFF, dtype=torch.uint8)))  # BF16 and FP32 NaN
         yield buffers[-1]
 
+    def zeroed(num_bytes: int, device: torch.device, stream_: object) -> torch.Tensor:
+        del device, stream_
+        if not zeros or zeros[-1].numel() < num_bytes:
+            zeros.append(guarded(torch.zeros(num_bytes, dtype=torch.uint8)))
+        return zeros[-1]
+
     properties = SimpleNamespace(multi_processor_count=num_sms)
     with ExitStack() as patches:
         for face in faces:
@@ -65,6 +72,8 @@ def emulated_gpu(
             patches.enter_context(mock.patch.object(face, "launch", launch_emulated))
             if hasattr(face, "scratch"):
                 patches.enter_context(mock.patch.object(face, "scratch", scratch))
+            if hasattr(face, "zeroed"):
+                patches.enter_context(mock.patch.object(face, "zeroed", zeroed))
         patches.enter_context(mock.patch.object(torch.cuda, "device", return_value=nullcontext()))
         patches.enter_context(
             mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0))
@@ -72,3 +81,5 @@ def emulated_gpu(
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
         yield stream
     run(stream, seed=seed, concurrent=concurrent)
+    for state in zeros:
+        assert not state.any(), "a kernel that counts from zero has not left zeros behind"

@@ -53,6 +53,7 @@ FLAG_UPDATE(red_add_release_sys_u64, void, uint64_t, old + value)
 FLAG_UPDATE(red_or_release_gpu_u64, void, uint64_t, old | value)
 FLAG_UPDATE(red_xor_release_gpu_u64, void, uint64_t, old ^ value)
 FLAG_UPDATE(atom_add_acq_rel_gpu_u32, uint32_t, uint32_t, old + value)
+FLAG_UPDATE(atom_add_relaxed_gpu_u32, uint32_t, uint32_t, old + value)
 FLAG_UPDATE(atom_add_acq_rel_sys_u32, uint32_t, uint32_t, old + value)
 #undef FLAG_UPDATE
 inline uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uint32_t expected, uint32_t desired, Site site = here()) {
@@ -63,6 +64,7 @@ inline uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uint32_t expected, uint
 inline void fence_acq_rel_sys() {}
 inline void fence_acq_rel_gpu() {}
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_global() {}
 inline uint64_t globaltimer_ns(Site site = here()) {
     poll("globaltimer_ns", site);
     return clock_ns();

@@ -166,8 +166,8 @@ __device__ __forceinline__ float* ring_x_scale(const EpParams& params, int slot)
 
 // ---- role2's side of the signals (role1's is in ep_ring.cuh); docs/sync.md has a record of each ----------------------
 
-// Tokens, scales and info of the block are there, and its act may be overwritten. Follow it with fence_proxy_async() in the
-// thread that starts bulk copies.
+// Tokens, scales and info of the block are there, and its act may be overwritten. Follow it with
+// fence_proxy_async_global() in the thread that starts bulk copies.
 __device__ __forceinline__ bool wait_l1_full(const EpParams& params, const EpSync& sync, RingPlace place) {
     return wait_at_least_gpu(sync, kL1Full, params.gmem_l1_full + place.slot, place.use + 1);
 }

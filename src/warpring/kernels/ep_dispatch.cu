@@ -1,7 +1,8 @@
 // ep_dispatch.cu   role1: publish own tokens, hear the peers' routing, plan the token blocks, pull what own experts need.
 //
 // Grid     comm_ctas CTAs of 512 threads, all resident in the communication partition
-// Owner    CTA c: tokens c, c + C, ... to publish; routed blocks b with (b + 1) % C == c to fill; CTA 0 writes the plan
+// Owner    CTA 0 writes the plan; CTA c > 0: tokens c - 1, c - 1 + (C - 1), ... to publish; routed blocks b with
+//          (b + 1) % C == c to fill. Of a single CTA: everything
 // Reads    x and own routing once; all ranks' routing in every CTA (4 bytes a pair); a wanted row once a pair, from its owner
 // Bound    latency at decode sizes: routing to plan is one hop between GPUs, rows to l1_full one more, overlapping; then
 //          NVLink: 512 threads x 6 loads of 16 bytes in flight a CTA
@@ -83,8 +84,8 @@ __device__ __forceinline__ void push_routing(const EpParams& params, uint64_t ta
 // Own rows of this CTA into own memory, then one increment of `arrived` at every rank.
 __device__ __forceinline__ void publish_rows(const EpParams& params, const Inputs& inputs, Smem& smem) {
     uint8_t* region = own_region(params);
-    const int first = blockIdx.x, step = gridDim.x;
-    const int count = inputs.num_tokens > first ? ceil_div(inputs.num_tokens - first, step) : 0;
+    const int step = max(1, int(gridDim.x) - 1), first = int(blockIdx.x) + step - int(gridDim.x);
+    const int count = first >= 0 && inputs.num_tokens > first ? ceil_div(inputs.num_tokens - first, step) : 0;
     const auto scales_of = [&](int i) {
         return reinterpret_cast<float*>(row_of(params, region, first + i * step) + kCodeChunks * kChunkBytes);
     };
@@ -329,6 +330,15 @@ __device__ __forceinline__ bool pull_block(const EpParams& params, const EpSync&
     return fill.publish(params, sync, smem.pair_id, smem.weight);
 }
 
+// All ranks' rows can be read. By the whole CTA.
+__device__ __forceinline__ bool rows_arrived(const EpParams& params, const EpSync& sync) {
+    bool arrived = true;
+    if (threadIdx.x < params.peers.num_ranks)
+        arrived = wait_at_least_sys(sync, kArrived, threadIdx.x, arrived_of(params, own_region(params), threadIdx.x),
+                                    sync.generation * params.comm_ctas);
+    return !__syncthreads_or(!arrived);
+}
+
 // Sends own routing, unless the layer is poisoned. A wrong count is told to the peers, and nothing else of the call runs.
 // The loads of ids are under way while the state and the count are.
 __device__ __forceinline__ bool announce(const EpParams& params, const EpSync& sync, const TokenCount& count,
@@ -355,7 +365,9 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
     for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) smem.pairs_of[e] = 0;
     if (threadIdx.x < kLanes) smem.warp_total[threadIdx.x] = 0;
     if (!announce(params, sync, token_count, inputs)) return;
-    publish_rows(params, inputs, smem);
+    // The plan is what everybody waits for: its CTA hears the routing first.
+    const bool plans = blockIdx.x == 0;
+    if (!plans) publish_rows(params, inputs, smem);
     claim(params, sync);
 
     Reader reader(params.peers.num_ranks);
@@ -363,13 +375,12 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
     if (__syncthreads_or(!heard)) return;
     const int num_blocks = plan_blocks(smem);
     const int num_shared_blocks = kNumShared * ceil_div(inputs.num_tokens, kBlockM);
-    if (blockIdx.x == 0) write_plan(params, generation, num_shared_blocks, num_blocks, smem);
+    if (plans) {
+        write_plan(params, generation, num_shared_blocks, num_blocks, smem);
+        publish_rows(params, inputs, smem);
+    }
 
-    bool arrived = true;
-    if (threadIdx.x < params.peers.num_ranks)
-        arrived = wait_at_least_sys(sync, kArrived, threadIdx.x, arrived_of(params, own_region(params), threadIdx.x),
-                                    generation * params.comm_ctas);
-    if (__syncthreads_or(!arrived)) return;
+    bool arrived = false;
 #pragma unroll 1
     for (int block = (blockIdx.x + gridDim.x - 1) % gridDim.x; block < num_blocks; block += gridDim.x) {
 #pragma unroll 1
@@ -384,6 +395,8 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
         select_pairs(params, generation, reader, smem);
         const int expert = smem.expert;
         const int count = min(int(smem.pairs_of[expert]) - smem.index * kBlockM, kBlockM);
+        if (!arrived && !rows_arrived(params, sync)) return;
+        arrived = true;
         __syncthreads();
         BlockFill fill(params, block_base, num_shared_blocks + block, expert, count);
         if (!pull_block(params, sync, fill, smem)) return;

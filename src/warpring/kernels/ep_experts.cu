@@ -100,9 +100,9 @@ __device__ __forceinline__ void produce_weights(const EpWeights& weights, Smem& 
 struct TaskTokens {
     const uint8_t* gmem_image;
     const float* gmem_scale;
-    int columns;                         // that are left
-    uint32_t column_bytes, group_bytes;  // of the image a column; of the scales a group
-    int group_columns;                   // 0: all columns have the same scales
+    int columns;            // that are left
+    uint32_t column_bytes;  // of the image
+    int group_shift;        // columns of a group of scales, as a power of 2; negative: all columns have the same scales
 
     __device__ __forceinline__ TaskTokens(const EpParams& params, const Task& task) {
         const bool first = task.kind == kFirstGemm;
@@ -111,20 +111,17 @@ struct TaskTokens {
                            : params.gmem_ring_act_scale + int64_t(task.slot) * kNeuronTasks * kBlockM;
         columns = first ? kHiddenPadded : kIntermediatePadded;
         column_bytes = block_width(task.count) * kElementBytes;
-        group_bytes = kBlockM * 4;
-        group_columns = !first ? 64 : kFp8 ? kChunkColumns : 0;
+        group_shift = !first ? 6 : kFp8 ? 7 : -1;
     }
-    // The next stage: image, scales, and with the last the block's info.
-    __device__ __forceinline__ void copy(const StageRing& ring, const RingInfo& gmem_info, RingInfo& info) {
-        const int now = min(columns, kStageColumns), groups = group_columns == 0 ? 1 : now / group_columns;
-        const uint32_t image_bytes = now * column_bytes, scale_bytes = groups * group_bytes;
-        const bool last = columns <= kStageColumns;
-        mbarrier_arrive_expect_tx(ring.barrier(), image_bytes + scale_bytes + (last ? uint32_t(sizeof(RingInfo)) : 0));
+    // The next stage: image and scales. Bytes that the caller copies to it too are announced with them.
+    __device__ __forceinline__ void copy(const StageRing& ring, uint32_t more_bytes) {
+        const int now = min(columns, kStageColumns), groups = group_shift < 0 ? 1 : now >> group_shift;
+        const uint32_t image_bytes = now * column_bytes, scale_bytes = groups * kBlockM * 4;
+        mbarrier_arrive_expect_tx(ring.barrier(), image_bytes + scale_bytes + more_bytes);
         bulk_copy(ring.stage() + kImageAt, gmem_image, image_bytes, ring.barrier());
         bulk_copy(ring.stage() + kScalesAt, gmem_scale, scale_bytes, ring.barrier());
-        if (last) bulk_copy(smem_address(&info), &gmem_info, sizeof(RingInfo), ring.barrier());
         gmem_image += image_bytes;
-        if (group_columns != 0) gmem_scale += groups * kBlockM;
+        if (group_shift >= 0) gmem_scale += groups * kBlockM;
         columns -= now;
     }
 };
@@ -134,7 +131,7 @@ __device__ __forceinline__ bool wait_act(const EpParams& params, const EpSync& s
                                          uint64_t& there) {
     if ((there & wanted) == wanted) return true;
     if (!wait_l2_full(params, sync, {task.slot, task.use}, wanted, there)) return false;
-    fence_proxy_async();
+    fence_proxy_async_global();
     return true;
 }
 
@@ -151,19 +148,29 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
         bool failed = has_failed(smem);
         if (first && !failed) {
             failed = !wait_l1_full(params, sync, {task.slot, task.use});
-            fence_proxy_async();
+            fence_proxy_async_global();
         }
         TaskTokens tokens(params, task);
         uint64_t there = 0, wanted = (uint64_t(1) << kActsOfStage) - 1;
-#pragma unroll 1
-        for (int left = tokens.columns; left > 0; left -= kStageColumns, wanted <<= kActsOfStage) {
+        const auto fill = [&](uint32_t more_bytes) {
             if (!first && !failed) failed = !wait_act(params, sync, task, wanted & kAllNeuronTasks, there);
+            wanted <<= kActsOfStage;
             if (failed) set_failed(smem);
             ring.wait_empty();
             if (failed)
                 mbarrier_arrive(ring.barrier());
             else
-                tokens.copy(ring, ring_info(params, task.slot), queued.info);
+                tokens.copy(ring, more_bytes);
+        };
+        // The block's info comes with the first stage. Code of its own, since what is not copied takes time too.
+        int left = tokens.columns - kStageColumns;
+        fill(sizeof(RingInfo));
+        if (!failed)
+            bulk_copy(smem_address(&queued.info), &ring_info(params, task.slot), sizeof(RingInfo), ring.barrier());
+        ring.advance();
+#pragma unroll 1
+        for (; left > 0; left -= kStageColumns) {
+            fill(0);
             ring.advance();
         }
         tasks.arrive_empty();
@@ -174,11 +181,24 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
 __device__ __forceinline__ void publish_tasks(const EpParams& params, Smem& smem) {
     const int lane = threadIdx.x % kLanes;
     TaskRing tasks(smem_address(smem_start()));
-    for (;; tasks.advance()) {
+    bool over = false;  // the peers have been told
+    const auto tell_peers = [&] {
+        over = true;
+        if (has_failed(smem)) return;
+#pragma unroll 1
+        for (int peer = lane; peer < params.peers.num_ranks; peer += kLanes) signal_done(params, peer);
+    };
+    while (true) {
         tasks.wait_full();
         const Task task = smem_object<QueuedTask>(tasks.stage()).task;
         if (task.kind == kNoTask) break;
-        mbarrier_wait(tasks.barrier() + kToDone, tasks.parity);
+        const uint32_t barrier = tasks.barrier();
+        mbarrier_wait(barrier + kToDone, tasks.parity);
+        tasks.advance();
+        // The last task's peers do not wait until the ring knows.
+        if (task.kind == kSecondGemm && mbarrier_try_wait(tasks.barrier(), tasks.parity) &&
+            smem_object<QueuedTask>(tasks.stage()).task.kind == kNoTask)
+            tell_peers();
         if (lane == 0) {
             const RingPlace place{task.slot, task.use};
             if (!has_failed(smem)) {
@@ -189,13 +209,11 @@ __device__ __forceinline__ void publish_tasks(const EpParams& params, Smem& smem
                     signal_l2_empty(params, place);
                 }
             }
-            tasks.arrive_empty();
+            TaskRing::release(barrier, true);
         }
         __syncwarp();
     }
-    if (has_failed(smem)) return;
-#pragma unroll 1
-    for (int peer = lane; peer < params.peers.num_ranks; peer += kLanes) signal_done(params, peer);
+    if (!over) tell_peers();
 }
 
 // ---- the consumers -------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ struct Task {
 };
 enum TaskKind : int32_t { kNoTask = 0, kFirstGemm = 1, kSecondGemm = 2 };
 
-// A task in the queue. The info of its block comes with the task's last stage.
+// A task in the queue. The info of its block comes with the task's first stage.
 struct QueuedTask {
     Task task;
     RingInfo info;

@@ -136,16 +136,6 @@ __device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint
 
 // ---- barriers and copies -------------------------------------------------------------------------------------------
 
-// Waits for `threads` threads of the CTA, a multiple of 32; orders what they wrote before.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// One arrival that also tells the barrier to expect `bytes` of copies.
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t smem_barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_barrier), "r"(bytes) : "memory");
-}
-
 // Until the phase of that parity has completed. The loop is in assembly: the compiler takes a C++ loop for a place
 // where threads part, and runs the products behind it one at a time.
 __device__ __forceinline__ void mbarrier_wait(uint32_t smem_barrier, uint32_t parity) {
@@ -164,15 +154,6 @@ __device__ __forceinline__ void mbarrier_arrive_if(uint32_t smem_barrier, bool a
         : "memory");
 }
 
-// A bulk copy into shared memory whose bytes were announced by mbarrier_arrive_expect_tx. Read through the async proxy:
-// what generic stores of other threads wrote needs fence_proxy_async() behind the acquire.
-__device__ __forceinline__ void bulk_copy(uint32_t smem_dst, const void* gmem_src, uint32_t bytes,
-                                          uint32_t smem_barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_dst),
-        "l"(gmem_src), "r"(bytes), "r"(smem_barrier)
-        : "memory");
-}
 // The same for bytes that nobody wants again soon: the first to leave L2.
 __device__ __forceinline__ void bulk_copy_once(uint32_t smem_dst, const void* gmem_src, uint32_t bytes,
                                                uint32_t smem_barrier) {

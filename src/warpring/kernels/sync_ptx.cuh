@@ -104,6 +104,13 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu_u32(uint32_t* gmem_coun
     return old;
 }
 
+// Adds and gives the old value; orders nothing: tickets, of which each is given out once.
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu_u32(uint32_t* gmem_counter, uint32_t v) {
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(gmem_counter), "r"(v) : "memory");
+    return old;
+}
+
 // Compare and swap that orders nothing: it only picks one winner. Gives the old value.
 __device__ __forceinline__ uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uint32_t expected, uint32_t desired) {
     uint32_t old;
@@ -119,6 +126,9 @@ __device__ __forceinline__ uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uin
 // Orders generic accesses before bulk copies (async proxy) that start later. One on the way from the write to the copy is
 // enough: for data behind a flag, the reader's, between its acquire and its copy. It costs a wait for own stores.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// The same for global memory alone: for copies out of it. It waits for nothing but itself.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Nanoseconds of the GPU's clock; its steps can be as coarse as a microsecond. Good for bounds, not for timing a wait.
 __device__ __forceinline__ uint64_t globaltimer_ns() {

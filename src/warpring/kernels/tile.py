@@ -1,33 +1,33 @@
-"""The tile kernels' Python face: every wanted weight byte read once a launch, through the tensor cores.
+"""The tile kernel's Python face: the whole layer in one launch, every wanted weight byte read once.
 
-A launch takes up to 512 (token, slot) pairs; an expert with more than 64 of them is read once for each 64.
-
-`moe_gate_up_tile` (tile_gate_up.cu) and `moe_down_tile` (tile_down.cu) read experts in tile layout (`warpring.layout`).
+`moe_tile` (tile.cu) reads experts in tile layout (`warpring.layout`). A launch takes up to 512 (token, slot) pairs; an
+expert with more of them than fit at once is read once for each such part.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
+from warpring.errors import UnsupportedError
 from warpring.formats import ceil_div
 from warpring.layout import RECORD_BYTES, PackedExperts
 from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import float32, int32, launch, load, pointer
-from warpring.runtime.workspace import scratch
+from warpring.runtime.workspace import scratch, zeroed
 
-#: (token, slot) pairs of one launch: their down projections are held in shared memory.
+#: (token, slot) pairs of one launch.
 MAX_PAIRS = 512
-#: Pairs of one expert that are multiplied at once; what more want reads the expert's weights again.
-MAX_COLUMNS = 64
-_STAGES = 2
-#: Warps of a CTA: gate_up has 8, and two CTAs an SM; down has 8 for one token, which wants few experts, else 16.
-_GATE_UP_WARPS = 8
-_GATE_UP_CTAS = 2
+#: What a CTA may have of shared memory.
+CTA_SMEM_BYTES = 227 * 1024
+#: Bytes of a unit, the run of records that one bulk copy brings, at most.
+UNIT_BYTES = 4352
+#: Multiprocessors that the work is dealt out to where no GPU says how many there are, an H200's.
+NUM_SMS = 132
 _POLICIES = {
     "bf16": "TileBf16",
     "fp8_block": "TileFp8Block",
@@ -36,146 +36,298 @@ _POLICIES = {
     "mxfp4": "TileMxfp4",
     "nvfp4": "TileNvfp4",
 }
+#: Warps that share a panel's columns: the first that divides them evenly. A panel of 4-bit codes is half as long: fewer
+#: warps, each with more of it, spend fewer instructions on what a panel costs each of them.
+_SPLITS = (8, 9, 7, 10, 6, 5, 4, 11, 12, 3, 2, 1)
+_SPLITS_4_BIT = (4, 5, 3, 6, 7, 8, 9, 2, 1)
+#: Rows of x that are staged where there is room: two tiles.
+_COLUMNS = 16
+_PAIR_CLASSES = (32, 128, MAX_PAIRS)
+_QUEUE = 8
+_PRODUCERS, _STAGERS, _FINISHERS = 2, 3, 2
+_TILE_COLUMNS = 8
+_MOST_STAGES = 16
+_MOST_PARTS = 8
+_LEAST_RING = 80 * 1024
 
 
 @dataclass(frozen=True)
-class TileSpecs:
-    """The kernels of one layer."""
+class Sizes:
+    """What a kernel is compiled for.
 
-    gate_up: KernelSpec
-    down_one: KernelSpec
-    down_many: KernelSpec
+    Attributes:
+        format: of the weights.
+        hidden, intermediate, num_experts, topk: of the routed experts.
+        num_shared: experts beside them that every token wants.
+    """
 
-    def down(self, num_tokens: int) -> KernelSpec:
-        """The down kernel for a batch of `num_tokens`; the choice changes no bit of the result."""
-        return self.down_one if num_tokens == 1 else self.down_many
+    format: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    topk: int
+    num_shared: int = 0
 
-    def all(self) -> tuple[KernelSpec, ...]:
-        """Every kernel that some batch of this layer needs."""
-        return self.gate_up, self.down_one, self.down_many
+    @property
+    def record_bytes(self) -> int:
+        """Of 16 x 32 weights."""
+        return RECORD_BYTES[self.format]
+
+    @property
+    def has_4_bit_codes(self) -> bool:
+        """Whether a byte of codes holds two weights."""
+        return self.record_bytes < 512
+
+    @property
+    def pairs_a_token(self) -> int:
+        """Routed slots and shared experts."""
+        return self.topk + self.num_shared
+
+    @property
+    def split(self) -> int:
+        """Warps that share the columns of a gate_up panel evenly. Decides the order of sums."""
+        splits = _SPLITS_4_BIT if self.has_4_bit_codes else _SPLITS
+        return next(n for n in splits if self.hidden // 32 % n == 0)
+
+    @property
+    def gate_up_run(self) -> int:
+        """Records of a unit of gate_up. Decides the order of sums."""
+        return _run(self.hidden // 32 // self.split, self.record_bytes, UNIT_BYTES)
+
+    @property
+    def down_run(self) -> int:
+        """Records of a unit of down, no more than of one of gate_up."""
+        return _run(self.intermediate // 32, 1, self.gate_up_run)
 
 
-def _smem_bytes(format: str, num_experts: int, warps: int, exchange_bytes: int) -> int:
-    """sizeof(Smem) of the kernels, rounded up; they check it at compile time."""
-    record = RECORD_BYTES[format]
-    records = 4 if record >= 1024 else 8 if record >= 512 else 16
-    ring = warps * _STAGES * records * record
-    entries = min(num_experts, MAX_PAIRS) + MAX_PAIRS // MAX_COLUMNS
-    shorts = 2 * (2 * entries + 1 + 2 * MAX_PAIRS)
-    routing = ceil_div(shorts, 4) * 4 + 4 * num_experts + 4 * warps + 4
-    return ceil_div(ring + exchange_bytes + 8 * warps * _STAGES + routing, 128) * 128
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is built. No choice changes a bit of the result.
+
+    Attributes:
+        teams: so many times `Sizes.split` warps multiply.
+        columns: rows of x that are staged in shared memory; an expert's pairs beyond these read its weights again.
+        stages: units in flight a multiplying warp.
+        pairs: (token, slot) pairs that the launch may have.
+        parts: that the experts of a panel of down are dealt out in.
+    """
+
+    teams: int
+    columns: int
+    stages: int
+    pairs: int
+    parts: int
+
+    def column_bytes(self, sizes: Sizes) -> int:
+        """Of staged activations: so many rows of x, and one row of act for each stager at least."""
+        return max(self.columns * _stride(sizes.hidden), _STAGERS * _stride(sizes.intermediate))
+
+    def max_columns(self, sizes: Sizes) -> int:
+        """Pairs of an expert that are multiplied at once."""
+        act_slots = self.column_bytes(sizes) // _stride(sizes.intermediate)
+        return min(2 * _TILE_COLUMNS, self.columns, act_slots // _STAGERS)
 
 
-@lru_cache(maxsize=1024)
-def kernel_specs(
-    format: str, hidden: int, intermediate: int, num_experts: int, topk: int, index_dtype: torch.dtype, gate_fn: str
-) -> TileSpecs:
-    """The kernels for a layer, routed `topk` ways by ids of `index_dtype`."""
+def _run(num_records: int, record_bytes: int, most_bytes: int) -> int:
+    """The most records that divide `num_records` and fit `most_bytes`, one at least."""
+    divisors = (n for n in range(1, num_records + 1) if num_records % n == 0)
+    return max(n for n in divisors if n == 1 or n * record_bytes <= most_bytes)
 
-    def spec(source: str, entry: str, warps: int, exchange_bytes: int, *extra: tuple[str, str]) -> KernelSpec:
-        smem = _smem_bytes(format, num_experts, warps, exchange_bytes)
-        macros = (
-            ("WARPRING_FORMAT", _POLICIES[format]),
-            ("WARPRING_HIDDEN", str(hidden)),
-            ("WARPRING_INTERMEDIATE", str(intermediate)),
-            ("WARPRING_TOPK", str(topk)),
-            ("WARPRING_EXPERTS", str(num_experts)),
-            ("WARPRING_INDEX", "int64_t" if index_dtype == torch.int64 else "int32_t"),
-            ("WARPRING_WARPS", str(warps)),
-            ("WARPRING_SMEM_BYTES", str(smem)),
-        )
-        return KernelSpec(source, entry, macros + extra, smem)
 
-    gelu = (("WARPRING_GELU_TANH", ""),) if gate_fn == "gelu_tanh" else ()
-    parts = 2 * _GATE_UP_WARPS * 2 * 16 * 8 * 4  # buffers, warps, tiles, rows, columns, FP32
-    dots = MAX_PAIRS * 16 * 4
-    return TileSpecs(
-        gate_up=spec("tile_gate_up.cu", "moe_gate_up_tile", _GATE_UP_WARPS, parts, *gelu),
-        down_one=spec("tile_down.cu", "moe_down_tile", 8, dots),
-        down_many=spec("tile_down.cu", "moe_down_tile", 16, dots),
+def _stride(row: int) -> int:
+    """Bytes of a staged row of BF16: neighbours lie 64 bytes apart modulo 128, so that lanes meet other banks."""
+    return row * 2 if row * 2 % 128 == 64 else row * 2 + 64
+
+
+def _entries(sizes: Sizes, config: Config) -> int:
+    experts = sizes.num_experts + sizes.num_shared
+    return min(experts, config.pairs) + config.pairs // config.max_columns(sizes)
+
+
+def _warps(sizes: Sizes, config: Config) -> int:
+    return sizes.split * config.teams + _PRODUCERS + _STAGERS + _FINISHERS
+
+
+def _round_up(num_bytes: int, multiple: int) -> int:
+    return ceil_div(num_bytes, multiple) * multiple
+
+
+def smem_bytes(sizes: Sizes, config: Config) -> int:
+    """sizeof(Smem) of tile_smem.cuh at least, which checks it at compile time."""
+    unit = sizes.gate_up_run * sizes.record_bytes
+    shares = 2 * _FINISHERS
+    consumers = sizes.split * config.teams
+    items = _STAGERS * consumers
+    dots = 64 * (config.pairs if config.parts == 1 else 1)
+    barriers = 8 * (2 * config.stages * (config.teams + consumers) + 4 * _QUEUE + 2 * items + 2 * shares)
+    lists = 20 * _QUEUE + 8 * items + 4
+    entries = _entries(sizes, config)
+    routing = 4 * config.pairs + 2 * (2 * entries + 1) + 4 * (sizes.num_experts + sizes.num_shared)
+    routing += 4 * _warps(sizes, config) + 4
+    used = _round_up(config.stages * consumers * unit, 16) + config.column_bytes(sizes)
+    used += max(shares * sizes.split * 512, dots) + 4 * config.pairs + barriers + lists + routing
+    return _round_up(used + 64, 128)
+
+
+def shared_bytes(sizes: Sizes, config: Config) -> int:
+    """sizeof(Shared) of tile_smem.cuh."""
+    return 4 * (2 + _entries(sizes, config) + sizes.hidden // 16)
+
+
+@lru_cache(maxsize=4096)
+def config_for(sizes: Sizes, num_pairs: int, num_sms: int = NUM_SMS) -> Config:
+    """The configuration for so many pairs.
+
+    Raises:
+        UnsupportedError: a row of activations so long that no column fits shared memory.
+    """
+    pairs = next(n for n in _PAIR_CLASSES if num_pairs <= n)
+    teams = 2 if sizes.has_4_bit_codes else 1
+    parts = _parts(sizes.hidden // 16, num_sms)
+    stage = teams * (sizes.split * (sizes.gate_up_run * sizes.record_bytes + 16) + 16)
+    for columns in range(_COLUMNS, 0, -1):
+        config = Config(teams, columns, 1, pairs, parts)
+        stages = min(_MOST_STAGES, 1 + (CTA_SMEM_BYTES - smem_bytes(sizes, config)) // stage)
+        # A ring of less leaves the memory idle: then rather fewer columns.
+        if stages >= 1 and (stages * stage >= _LEAST_RING or stages == _MOST_STAGES):
+            return replace(config, stages=stages)
+    raise UnsupportedError(
+        f"path 'tile': {sizes.format} with hidden {sizes.hidden}, intermediate {sizes.intermediate}, "
+        f"{sizes.num_experts} experts does not fit shared memory. Use path='warp'."
     )
 
 
-def specs_of(packed: PackedExperts, topk: int, index_dtype: torch.dtype) -> TileSpecs:
-    """The kernels for these experts."""
-    sizes = (packed.hidden, packed.intermediate, packed.num_experts)
-    return kernel_specs(packed.format, *sizes, topk, index_dtype, packed.activation.gate_fn)
+def _parts(panels: int, num_sms: int) -> int:
+    """Into how many parts the experts of a down panel are cut, so that the last round of work is nearly full."""
+
+    def efficiency(parts: int) -> float:
+        work = panels * parts
+        return work / (ceil_div(work, num_sms) * num_sms)
+
+    return next((n for n in range(1, _MOST_PARTS) if efficiency(n) >= 0.95), _MOST_PARTS)
+
+
+@lru_cache(maxsize=4096)
+def kernel_spec(sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, config: Config) -> KernelSpec:
+    """The kernel for these sizes, routed by ids of `index_dtype`, built as `config` says."""
+    smem = smem_bytes(sizes, config)
+    macros = {
+        "FORMAT": _POLICIES[sizes.format],
+        "HIDDEN": sizes.hidden,
+        "INTERMEDIATE": sizes.intermediate,
+        "TOPK": sizes.topk,
+        "EXPERTS": sizes.num_experts,
+        "SHARED": sizes.num_shared,
+        "INDEX": "int64_t" if index_dtype == torch.int64 else "int32_t",
+        "PAIRS": config.pairs,
+        "MAX_COLUMNS": config.max_columns(sizes),
+        "WARPS": _warps(sizes, config),
+        "SPLIT": sizes.split,
+        "TEAMS": config.teams,
+        "GATE_UP_RUN": sizes.gate_up_run,
+        "DOWN_RUN": sizes.down_run,
+        "STAGES": config.stages,
+        "COLUMN_BYTES": config.column_bytes(sizes),
+        "PARTS": config.parts,
+        "SMEM_BYTES": smem,
+        "SHARED_BYTES": shared_bytes(sizes, config),
+    }
+    named = tuple((f"WARPRING_{name}", str(value)) for name, value in macros.items())
+    gelu = (("WARPRING_GELU_TANH", ""),) if gate_fn == "gelu_tanh" else ()
+    return KernelSpec("tile.cu", "moe_tile", named + gelu, smem)
+
+
+def sizes_of(packed: PackedExperts, topk: int) -> Sizes:
+    """The sizes of these experts."""
+    return Sizes(packed.format, packed.hidden, packed.intermediate, packed.num_experts, topk)
 
 
 def precompile(packed: PackedExperts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load the layer's kernels, so that a later call can be captured."""
-    index = index_of(device)
-    for spec in specs_of(packed, topk, index_dtype).all():
-        load(spec, index)
+    """Compile and load the kernels of every batch, so that a later call can be captured."""
+    sizes, index = sizes_of(packed, topk), index_of(device)
+    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    for pairs in _PAIR_CLASSES:
+        config = config_for(sizes, pairs, num_sms)
+        load(kernel_spec(sizes, index_dtype, packed.activation.gate_fn, config), index)
 
 
 def moe_tile(
-    x: torch.Tensor, packed: PackedExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    x: torch.Tensor,
+    packed: PackedExperts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    config: Config | None = None,
 ) -> None:
-    """The layer on the current stream, two launches for each MAX_PAIRS // topk tokens. Arguments as in `moe_warp`."""
+    """The layer on the current stream, a launch for each MAX_PAIRS // topk tokens. Arguments as in `moe_warp`.
+
+    Args:
+        config: how the kernel is built; None for what fits the batch.
+    """
     num_tokens, topk = topk_idx.shape
-    at_once = MAX_PAIRS // topk
+    sizes = sizes_of(packed, topk)
+    at_once = (MAX_PAIRS if config is None else config.pairs) // sizes.pairs_a_token
     for first in range(0, num_tokens, at_once):
         rows = slice(first, first + at_once)
-        _launch_both(x[rows], packed, topk_idx[rows], topk_weights[rows], out[rows])
+        _launch(x[rows], packed, topk_idx[rows], topk_weights[rows], out[rows], sizes, config)
 
 
-def _launch_both(
-    x: torch.Tensor, packed: PackedExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+def _launch(
+    x: torch.Tensor,
+    packed: PackedExperts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    sizes: Sizes,
+    config: Config | None,
 ) -> None:
-    num_tokens, topk = topk_idx.shape
+    num_pairs = len(x) * sizes.pairs_a_token
     device_index = x.device.index
+    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    config = config_for(sizes, num_pairs, num_sms) if config is None else config
     act = packed.activation
-    limit = math.inf if act.limit is None else act.limit
-    specs = specs_of(packed, topk, topk_idx.dtype)
-    down_spec = specs.down(num_tokens)
+    spec = kernel_spec(sizes, topk_idx.dtype, act.gate_fn, config)
+    act_bytes = num_pairs * packed.intermediate * 2
+    dots_bytes = num_pairs * packed.hidden * 4 if config.parts > 1 else 0
+    dots_at = _round_up(act_bytes, 128)
     with torch.cuda.device(device_index):
         stream = torch.cuda.current_stream()
-        gate_up, down = load(specs.gate_up, device_index), load(down_spec, device_index)
-        num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-        with scratch(num_tokens * topk * packed.intermediate * 2, x.device, stream) as buffer:
+        kernel = load(spec, device_index)
+        state = zeroed(shared_bytes(sizes, config), x.device, stream)
+        with scratch(dots_at + dots_bytes, x.device, stream) as buffer:
             launch(
-                gate_up,
-                (num_sms * _GATE_UP_CTAS, 1, 1),
-                32 * _GATE_UP_WARPS,
+                kernel,
+                (num_sms, 1, 1),
+                32 * _warps(sizes, config),
                 (
                     x.data_ptr(),
                     x.stride(0),
                     topk_idx.data_ptr(),
                     topk_idx.stride(0),
-                    int32(num_tokens),
+                    topk_weights.data_ptr(),
+                    topk_weights.stride(0),
+                    0,
+                    0,
+                    int32(len(x)),
                     packed.w13.records.data_ptr(),
                     packed.w13.matrix_scale.data_ptr(),
                     pointer(packed.w13.row_scale),
                     pointer(packed.w13.block_scale),
                     pointer(packed.w13_bias),
-                    float32(act.alpha),
-                    float32(limit),
-                    float32(act.up_offset),
-                    buffer.data_ptr(),
-                ),
-                stream,
-                specs.gate_up.dynamic_smem_bytes,
-            )
-            launch(
-                down,
-                (packed.hidden // 16, 1, 1),
-                32 * (8 if num_tokens == 1 else 16),
-                (
-                    buffer.data_ptr(),
-                    topk_idx.data_ptr(),
-                    topk_idx.stride(0),
-                    topk_weights.data_ptr(),
-                    topk_weights.stride(0),
-                    int32(num_tokens),
                     packed.w2.records.data_ptr(),
                     packed.w2.matrix_scale.data_ptr(),
                     pointer(packed.w2.row_scale),
                     pointer(packed.w2.block_scale),
                     pointer(packed.w2_bias),
+                    float32(act.alpha),
+                    float32(math.inf if act.limit is None else act.limit),
+                    float32(act.up_offset),
+                    buffer.data_ptr(),
+                    buffer.data_ptr() + dots_at,
                     out.data_ptr(),
                     out.stride(0),
+                    state.data_ptr(),
                 ),
                 stream,
-                down_spec.dynamic_smem_bytes,
+                spec.dynamic_smem_bytes,
             )

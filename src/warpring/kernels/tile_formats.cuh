@@ -19,42 +19,50 @@ struct Operands {
     uint32_t a[2][4];  // [mma][a0..a3]: a0 (row g), a1 (row g + 8), a2 (row g), a3 (row g + 8)
 };
 
-// Four E4M3 codes of one row: BF16 fields sign 15, exponent 10..7, fraction 6..4. The first pair lies in place; the second
-// has sign 14, fraction 13..11, exponent 3..0.
-__device__ __forceinline__ void fields_e4m3(uint32_t word, uint32_t multiplier, uint32_t& first, uint32_t& second) {
-    first = mul_bf16x2(word & 0x87f087f0u, multiplier);
+// The block scales of rows g and g + 8 as a pair of BF16, from two bytes that are exponent fields.
+__device__ __forceinline__ uint32_t scale_word(uint32_t bytes) { return __byte_perm(bytes, 0, 0x4140) << 7; }
+
+// Multiplies a pair of row g, or of row g + 8, by its half of the scale word.
+template <bool kHigh>
+__device__ __forceinline__ uint32_t scaled(uint32_t pair, uint32_t scales) {
+    return kHigh ? mul_bf16x2_by_high(pair, scales) : mul_bf16x2_by_low(pair, scales);
+}
+
+// Four E4M3 codes of one row: BF16 fields sign 15, exponent 10..7, fraction 6..4. The
+// first pair lies in place; the second has sign 14, fraction 13..11, exponent 3..0.
+template <bool kHigh>
+__device__ __forceinline__ void unpack_e4m3(uint32_t word, uint32_t scales, uint32_t& first, uint32_t& second) {
+    first = scaled<kHigh>(word & 0x87f087f0u, scales);
     const uint32_t moved =
         ((word << 1) & 0x80008000u) | ((word << 7) & 0x07800780u) | ((word >> 7) & 0x00700070u);
-    second = mul_bf16x2(moved, multiplier);
+    second = scaled<kHigh>(moved, scales);
 }
 
-// Eight E2M1 codes of one row: BF16 fields sign 15, exponent 8..7, fraction 6, at shifts 0, 3 and 6; the last pair has
-// sign 14, exponent 13 and 11, fraction 10.
-__device__ __forceinline__ void fields_e2m1(uint32_t word, uint32_t multiplier, uint32_t (&pairs)[4]) {
+// Eight E2M1 codes of one row: BF16 fields sign 15, exponent 8..7, fraction 6 of the pairs at left rotations of 0, 6, 10; of
+// the last pair sign and the lower two bits at 12, the upper exponent bit at 4.
+template <bool kHigh>
+__device__ __forceinline__ void unpack_e2m1(uint32_t word, uint32_t scales, uint32_t (&pairs)[4]) {
     constexpr uint32_t kMask = 0x81c081c0u;
-    pairs[0] = mul_bf16x2(word & kMask, multiplier);
-    pairs[1] = mul_bf16x2((word << 3) & kMask, multiplier);
-    pairs[2] = mul_bf16x2((word << 6) & kMask, multiplier);
-    const uint32_t moved = ((word << 1) & 0x80008000u) | ((word >> 5) & 0x01000100u) | ((word >> 4) & 0x00c000c0u);
-    pairs[3] = mul_bf16x2(moved, multiplier);
+    pairs[0] = scaled<kHigh>(word & kMask, scales);
+    pairs[1] = scaled<kHigh>((word << 6) & kMask, scales);
+    pairs[2] = scaled<kHigh>(__funnelshift_l(word, word, 10) & kMask, scales);
+    const uint32_t moved = (__funnelshift_l(word, word, 12) & 0x80c080c0u) | ((word << 4) & 0x01000100u);
+    pairs[3] = scaled<kHigh>(moved, scales);
 }
 
-// A stored scale byte is a BF16 exponent field; 255 is infinity, and stands on zero codes only: infinity * 0 is NaN.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t exponent) { return exponent * 0x00800080u; }
-
-__device__ __forceinline__ void unpack_e4m3(uint4 w, uint32_t low, uint32_t high, Operands& out) {
-    fields_e4m3(w.x, low, out.a[0][0], out.a[0][2]);
-    fields_e4m3(w.y, low, out.a[1][0], out.a[1][2]);
-    fields_e4m3(w.z, high, out.a[0][1], out.a[0][3]);
-    fields_e4m3(w.w, high, out.a[1][1], out.a[1][3]);
-}
-
-__device__ __forceinline__ void unpack_e2m1(uint2 w, uint32_t low, uint32_t high, Operands& out) {
+__device__ __forceinline__ void unpack_e2m1(uint2 w, uint32_t scales, Operands& out) {
     uint32_t pairs[4];
-    fields_e2m1(w.x, low, pairs);
+    unpack_e2m1<false>(w.x, scales, pairs);
     out.a[0][0] = pairs[0], out.a[0][2] = pairs[1], out.a[1][0] = pairs[2], out.a[1][2] = pairs[3];
-    fields_e2m1(w.y, high, pairs);
+    unpack_e2m1<true>(w.y, scales, pairs);
     out.a[0][1] = pairs[0], out.a[0][3] = pairs[1], out.a[1][1] = pairs[2], out.a[1][3] = pairs[3];
+}
+
+__device__ __forceinline__ void unpack_e4m3(uint4 w, uint32_t scales, Operands& out) {
+    unpack_e4m3<false>(w.x, scales, out.a[0][0], out.a[0][2]);
+    unpack_e4m3<false>(w.y, scales, out.a[1][0], out.a[1][2]);
+    unpack_e4m3<true>(w.z, scales, out.a[0][1], out.a[0][3]);
+    unpack_e4m3<true>(w.w, scales, out.a[1][1], out.a[1][3]);
 }
 
 struct TileBf16 {
@@ -81,8 +89,7 @@ struct TileFp8 {
     };
     static __device__ __forceinline__ Raw load(uint32_t record, int lane) { return {ld_shared_128(record + lane * 16)}; }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
-        constexpr uint32_t kUnit = 0x7b807b80u;  // 2^120
-        unpack_e4m3(raw.codes, kUnit, kUnit, out);
+        unpack_e4m3(raw.codes, 0x7b807b80u, out);  // 2^120
     }
 };
 using TileFp8Block = TileFp8<true>;
@@ -99,7 +106,7 @@ struct TileMxfp8 {
         return {ld_shared_128(record + lane * 16), ld_shared_u16(record + 512 + (lane >> 2) * 2)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
-        unpack_e4m3(raw.codes, scale_pair(raw.scales & 0xffu), scale_pair(raw.scales >> 8), out);
+        unpack_e4m3(raw.codes, scale_word(raw.scales), out);
     }
 };
 
@@ -114,7 +121,7 @@ struct TileMxfp4 {
         return {ld_shared_64(record + lane * 8), ld_shared_u16(record + 256 + (lane >> 2) * 2)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
-        unpack_e2m1(raw.codes, scale_pair(raw.scales & 0xffu), scale_pair(raw.scales >> 8), out);
+        unpack_e2m1(raw.codes, scale_word(raw.scales), out);
     }
 };
 
@@ -133,7 +140,6 @@ struct TileNvfp4 {
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         constexpr float kUnit = 0x1p118f;
         const uint32_t halves = cvt_e4m3x2_f16x2_low(raw.scales);
-        const float low = cvt_f16_f32_low(halves) * kUnit, high = cvt_f16_f32_high(halves) * kUnit;
-        unpack_e2m1(raw.codes, cvt_f32_bf16x2(low, low), cvt_f32_bf16x2(high, high), out);
+        unpack_e2m1(raw.codes, cvt_f32_bf16x2(cvt_f16_f32_high(halves) * kUnit, cvt_f16_f32_low(halves) * kUnit), out);
     }
 };

@@ -1,0 +1,108 @@
+// tile_multiply.cuh   A run of records from shared memory times the columns of an expert, on the tensor cores.
+#pragma once
+#include "tile_formats.cuh"
+
+using Format = WARPRING_FORMAT;
+constexpr int kColumns = 8;  // pairs of one mma
+
+// The sums of kTiles x 8 columns. The first and the second mma of every record add to sums of their own: half the chain of
+// instructions that wait for each other. Block scales multiply the two together, record by record.
+constexpr int kChains = Format::kBlockScale ? 1 : 2;
+template <int kTiles>
+struct Sums {
+    float d[kTiles][kChains][4];
+
+    __device__ __forceinline__ Sums() {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int c = 0; c < kChains; ++c)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) d[t][c][i] = 0.f;
+    }
+    __device__ __forceinline__ float total(int tile, int i) const {
+        return kChains == 1 ? d[tile][0][i] : d[tile][0][i] + d[tile][kChains - 1][i];
+    }
+};
+
+// Where a lane finds its 8 activations of a record, of column lane / 4 of each tile. A lane beyond the last column reads
+// another's: columns are independent of each other, and nobody looks at the sums of those that stand for no pair.
+template <int kTiles>
+struct Columns {
+    uint32_t smem[kTiles];
+    __device__ __forceinline__ uint4 load(int record, int tile) const { return ld_shared_128(smem[tile] + record * 64); }
+};
+
+// The FP32 scales of 128 x 128 blocks that a run meets, of the panel's two halves. Where runs are aligned to blocks they are
+// requested before the wait for the weights, else record by record.
+template <int kRun>
+struct BlockScales {
+    static constexpr bool kUsed = Format::kBlockScale, kAhead = kUsed && kRun % 4 == 0;
+    static constexpr int kBlocks = kAhead ? kRun / 4 : 1;
+    const float *gmem_low, *gmem_high;
+    float low[kBlocks], high[kBlocks];
+
+    // Scales of the run that starts at `record` of the panel.
+    __device__ __forceinline__ BlockScales(const float* low_row, const float* high_row, int record) {
+        if constexpr (kUsed) {
+            gmem_low = low_row;
+            gmem_high = high_row;
+        }
+        if constexpr (kAhead) {
+#pragma unroll
+            for (int i = 0; i < kBlocks; ++i) {
+                low[i] = ld_scale_f32(low_row + record / 4 + i);
+                high[i] = ld_scale_f32(high_row + record / 4 + i);
+            }
+        }
+    }
+    __device__ __forceinline__ float2 at(int record, int i) const {
+        if constexpr (kAhead) return {low[i / 4], high[i / 4]};
+        return {ld_scale_f32(gmem_low + (record + i) / 4), ld_scale_f32(gmem_high + (record + i) / 4)};
+    }
+};
+
+// Adds the products of the kRun records at `smem_run`, in groups: what a group reads is requested before anything of it is
+// multiplied. `record` is the run's place in the panel, and in the columns.
+template <int kRun, int kTiles>
+__device__ __forceinline__ void add_run(Sums<kTiles>& sums, uint32_t smem_run, const Columns<kTiles>& columns, int lane,
+                                        const BlockScales<kRun>& scales, int record) {
+    constexpr bool kSmall = sizeof(typename Format::Raw) <= 20;  // BF16 takes 32 bytes a lane
+    constexpr int kGroup = kTiles == 1 ? 4 : kSmall && kRun % 2 == 0 ? 2 : 1;
+    constexpr bool kWhole = kRun % kGroup == 0;
+#pragma unroll(kTiles == 1 ? kRun : 1)
+    for (int first = 0; first < kRun; first += kGroup) {
+        typename Format::Raw raw[kGroup];
+        uint4 x[kGroup][kTiles];
+#pragma unroll
+        for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
+            raw[i] = Format::load(smem_run + (first + i) * Format::kRecordBytes, lane);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) x[i][t] = columns.load(record + first + i, t);
+        }
+#pragma unroll
+        for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
+            Operands w;
+            Format::unpack(raw[i], w);
+            float2 scale;
+            if constexpr (Format::kBlockScale) scale = scales.at(record, first + i);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+                const uint4 x_tile = x[i][t];
+                float(&sum)[kChains][4] = sums.d[t];
+                if constexpr (Format::kBlockScale) {
+                    float part[4] = {0.f, 0.f, 0.f, 0.f};
+                    mma_bf16(part, w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x_tile.x, x_tile.y);
+                    mma_bf16(part, w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x_tile.z, x_tile.w);
+                    sum[0][0] = fmaf(scale.x, part[0], sum[0][0]);
+                    sum[0][1] = fmaf(scale.x, part[1], sum[0][1]);
+                    sum[0][2] = fmaf(scale.y, part[2], sum[0][2]);
+                    sum[0][3] = fmaf(scale.y, part[3], sum[0][3]);
+                } else {
+                    mma_bf16(sum[0], w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x_tile.x, x_tile.y);
+                    mma_bf16(sum[kChains - 1], w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x_tile.z, x_tile.w);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,199 @@
+// tile_smem.cuh   What a CTA of the tile kernel holds in shared memory, and what its CTAs share in global memory.
+//
+// Compile-time parameters beside those of tile_routing.cuh (macros set by kernels/tile.py):
+//   WARPRING_HIDDEN, WARPRING_INTERMEDIATE, WARPRING_FORMAT
+//   WARPRING_SPLIT          warps that share the columns of a panel of gate_up; decides the order of sums
+//   WARPRING_TEAMS          so many times kSplit warps multiply: each team takes every kTeams-th panel of gate_up
+//   WARPRING_GATE_UP_RUN, WARPRING_DOWN_RUN   records of a unit; decide the order of sums too
+//   WARPRING_STAGES         units in flight a consumer
+//   WARPRING_COLUMN_BYTES   bytes of staged activations
+//   WARPRING_PARTS          parts that the experts of a panel of down are dealt out in; 1: no CTA shares a panel
+//   WARPRING_SMEM_BYTES     what the launch asks for
+#pragma once
+#include "tile_multiply.cuh"
+#include "tile_routing.cuh"
+
+constexpr int kHidden = WARPRING_HIDDEN;
+constexpr int kIntermediate = WARPRING_INTERMEDIATE;
+static_assert(kHidden % 32 == 0 && kIntermediate % 32 == 0, "rows are whole records");
+
+constexpr int kSplit = WARPRING_SPLIT, kTeams = WARPRING_TEAMS, kConsumers = kSplit * kTeams;
+constexpr int kProducers = 2;  // serve the consumers of down
+constexpr int kStagers = 3;    // take the panels of down in turns
+constexpr int kFinishers = 2;  // take the panels of gate_up in turns
+static_assert(kTeams <= kFinishers, "a team's panels are one finisher's, or those of all");
+static_assert(kWarps == kConsumers + kProducers + kStagers + kFinishers, "kernels/tile.py has as many");
+
+// A panel is 16 rows: 8 neurons' gate and up rows, or 16 outputs. It streams in units, runs of records.
+constexpr int kGateUpPanels = kIntermediate / 8, kDownPanels = kHidden / 16;
+constexpr int kGateUpRecords = kHidden / kRecordCols, kDownRecords = kIntermediate / kRecordCols;
+constexpr int kGateUpRun = WARPRING_GATE_UP_RUN, kDownRun = WARPRING_DOWN_RUN;
+constexpr int kGateUpUnits = kGateUpRecords / kGateUpRun, kDownUnits = kDownRecords / kDownRun;
+constexpr int kPasses = kGateUpUnits / kSplit;  // units of a consumer in a panel of gate_up
+static_assert(kPasses * kSplit * kGateUpRun == kGateUpRecords && kDownUnits * kDownRun == kDownRecords, "panels split evenly");
+constexpr int kUnitBytes = kGateUpRun * Format::kRecordBytes, kDownUnitBytes = kDownRun * Format::kRecordBytes;
+static_assert(kDownUnitBytes <= kUnitBytes, "a unit of down takes the place of one of gate_up");
+// The ring: stages of a team, of a unit for each of its warps; in down the same places, so many for each warp alone.
+constexpr int kStages = WARPRING_STAGES;
+constexpr int kParts = WARPRING_PARTS;
+
+// Staged activations: a column is a row of x, or one of act, padded so that neighbours lie 64 bytes apart modulo 128.
+__device__ __forceinline__ constexpr int padded(int bytes) { return bytes % 128 == 64 ? bytes : bytes + 64; }
+constexpr int kXBytes = kHidden * 2, kXStride = padded(kXBytes);
+constexpr int kActBytes = kIntermediate * 2, kActStride = padded(kActBytes);
+constexpr int kXSlots = WARPRING_COLUMN_BYTES / kXStride, kActSlots = WARPRING_COLUMN_BYTES / kActStride;
+constexpr int kOwnActSlots = kActSlots / kStagers;  // each stager has its own
+static_assert(kMaxColumns <= 2 * kColumns && kMaxColumns <= kXSlots && kMaxColumns <= kOwnActSlots, "an entry's columns are staged");
+constexpr int kMaxTiles = kMaxColumns > kColumns ? 2 : 1;
+
+constexpr int kQueue = 8;   // groups of panels on their way through the CTA
+constexpr int kShares = 2;  // tiles that wait for a finisher
+// Panels of down on their way: the same consumer and the same stager come to the same place each time, or they would take the
+// phase of one use of a barrier for that of another.
+constexpr int kItems = kConsumers * kStagers;
+constexpr int kOwnItems = kItems / kStagers;
+
+// A group of gate_up: panels of one entry. A unit of down: entry kDown, the number of the unit in `first`.
+struct Group {
+    int32_t entry;
+    int32_t slot;   // of its first column
+    int32_t first;
+    int32_t count;  // panels
+};
+constexpr int32_t kDown = -1, kEnd = -2;
+
+struct Barriers {
+    // More than one arrival a phase:
+    uint64_t shares_full[kFinishers][kShares], gate_up_empty[kTeams][kStages];
+    uint64_t done[kQueue];
+    uint64_t activated[kQueue];
+    uint64_t staged[kQueue], item_staged[kItems];
+    // One:
+    uint64_t gate_up_full[kTeams][kStages], down_full[kConsumers][kStages], down_empty[kConsumers][kStages];
+    uint64_t posted[kQueue];
+    uint64_t item_done[kItems];
+    uint64_t shares_empty[kFinishers][kShares];
+};
+
+// By the warps but the first and the producer's, which have more urgent things to do. A lane's barriers are made one after
+// another, and so are those of the lanes of a warp: a few each.
+__device__ __forceinline__ void init_barriers(Barriers& smem, int warp, int lane) {
+    constexpr int kCount = sizeof(Barriers) / 8, kMakers = kWarps - 2;
+    if (warp == 0 || warp == kConsumers) return;
+    const int maker = warp - 1 - (warp > kConsumers);
+    uint64_t* barriers = reinterpret_cast<uint64_t*>(&smem);
+#pragma unroll 1
+    for (int i = lane * kMakers + maker; i < kCount; i += kLanes * kMakers) {
+        constexpr int kDone = kFinishers * kShares + kTeams * kStages, kActivated = kDone + kQueue, kStaged = kActivated + kQueue,
+                      kOthers = kStaged + kQueue + kItems;
+        const int arrivals = i < kDone        ? kSplit
+                             : i < kActivated ? kConsumers + kFinishers + kProducers + kStagers
+                             : i < kStaged    ? kFinishers
+                             : i < kOthers    ? 2 * kLanes
+                                              : 1;
+        mbarrier_init(smem_address(barriers + i), arrivals);
+    }
+    fence_mbarrier_init();
+}
+
+struct Smem {
+    alignas(128) uint8_t ring[kTeams][kStages][kSplit][kUnitBytes];
+    alignas(16) uint8_t columns[WARPRING_COLUMN_BYTES];
+    union {
+        alignas(16) float shares[kFinishers][kShares][kSplit][16][kColumns];  // of gate_up: [..][slot][warp][row][column]
+        alignas(16) float dots[kParts == 1 ? kMaxPairs : 1][16];          // of down: [pair][row]
+    };
+    float weights[kMaxPairs];
+    Barriers barriers;
+    Group group[kQueue];
+    int32_t columns_of_group[kQueue], item_slot[kItems], columns_of_item[kItems];
+    int32_t is_last;
+    Routing routing;
+};
+static_assert(sizeof(Smem) <= WARPRING_SMEM_BYTES, "kernels/tile.py computes the same size");
+
+// What the CTAs of a launch share. All zero before it, and again behind it.
+struct Shared {
+    uint32_t ticket;                     // next piece of work
+    uint32_t finished;                   // CTAs that look at `done` no longer
+    uint32_t panels_done[kMaxEntries];   // of gate_up, by entry
+    uint32_t parts_done[kDownPanels];    // with kParts > 1
+};
+static_assert(sizeof(Shared) <= WARPRING_SHARED_BYTES, "kernels/tile.py reserves the same size");
+
+struct Args {
+    const uint16_t* gmem_x;
+    int64_t x_stride;
+    const Index* gmem_topk_idx;
+    int64_t idx_stride;
+    const float* gmem_topk_weights;
+    int64_t weights_stride;
+    const float* gmem_shared_weights;  // [token][shared], or null: 1
+    int64_t shared_weights_stride;
+    int32_t num_tokens;
+    const uint8_t *gmem_w13, *gmem_w2;
+    const float *gmem_w13_matrix_scale, *gmem_w13_row_scale, *gmem_w13_block_scale, *gmem_w13_bias;
+    const float *gmem_w2_matrix_scale, *gmem_w2_row_scale, *gmem_w2_block_scale, *gmem_w2_bias;
+    float alpha, limit, up_offset;
+    uint16_t* gmem_act;  // [pair][intermediate]
+    float* gmem_dots;    // [pair][hidden], with kParts > 1
+    uint16_t* gmem_out;
+    int64_t out_stride;
+    Shared* gmem_shared;
+};
+
+// Waits for the phase of that parity. A phase that never completes traps rather than hangs.
+__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
+    const uint32_t smem_barrier = smem_address(&barrier);
+    for (uint32_t tries = 0; !mbarrier_try_wait(smem_barrier, parity); ++tries)
+        if (tries > (1u << 22)) __trap();
+}
+
+// The same for a warp of which one lane goes on to what lets the phase after that complete: no lane is left behind.
+__device__ __forceinline__ void wait_warp(uint64_t& barrier, uint32_t parity) {
+    wait(barrier, parity);
+    __syncwarp();
+}
+
+// One arrival for the whole warp, after what its lanes read and wrote.
+__device__ __forceinline__ void arrive_warp(uint64_t& barrier) {
+    __syncwarp();
+    if (threadIdx.x % kLanes == 0) mbarrier_arrive(smem_address(&barrier));
+}
+
+// A place in a ring of stages, and the parity of its barriers there.
+template <int kStagesOfRing>
+struct Turn {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance(int n) {
+        const int total = stage + n;
+        stage = total % kStagesOfRing;
+        parity ^= total / kStagesOfRing & 1;
+    }
+    __device__ __forceinline__ void next() {
+        if (++stage == kStagesOfRing) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// The pairs of an entry.
+struct Wanted {
+    int expert, count;
+    const uint16_t* smem_pairs;
+
+    __device__ __forceinline__ Wanted(const Routing& routing, int entry)
+        : expert(routing.expert[entry]),
+          count(routing.first[entry + 1] - routing.first[entry]),
+          smem_pairs(routing.pairs + routing.first[entry]) {}
+};
+
+// The entries of a part.
+struct Part {
+    int first, last;
+    __device__ __forceinline__ Part(const Routing& routing, int part)
+        : first(routing.num_entries * part / kParts), last(routing.num_entries * (part + 1) / kParts) {}
+};
