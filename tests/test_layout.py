@@ -28,15 +28,19 @@ def lane_words(records: torch.Tensor, first: int, count: int, lane_bytes: int) -
 
 
 def e4m3_fields(word: torch.Tensor) -> list[torch.Tensor]:
-    """The four codes of a word, as `fields_e4m3` of tile_formats.cuh makes them, before the multiplier."""
+    """The four codes of a word, as `unpack_e4m3` of tile_formats.cuh finds them, before the multiplier."""
     moved = (word << 1 & 0x80008000) | (word << 7 & 0x07800780) | (word >> 7 & 0x00700070)
     return [*bf16_pair_values(word & 0x87F087F0), *bf16_pair_values(moved)]
 
 
 def e2m1_fields(word: torch.Tensor) -> list[torch.Tensor]:
-    """The eight codes of a word, as `fields_e2m1` makes them."""
-    moved = (word << 1 & 0x80008000) | (word >> 5 & 0x01000100) | (word >> 4 & 0x00C000C0)
-    pairs = [word & 0x81C081C0, word << 3 & 0x81C081C0, word << 6 & 0x81C081C0, moved]
+    """The eight codes of a word, as `unpack_e2m1` finds them."""
+
+    def rotated(left: int) -> torch.Tensor:
+        return word << left | word >> (32 - left)
+
+    moved = (rotated(12) & 0x80C080C0) | (word << 4 & 0x01000100)
+    pairs = [word & 0x81C081C0, word << 6 & 0x81C081C0, rotated(10) & 0x81C081C0, moved]
     return [value for pair in pairs for value in bf16_pair_values(pair)]
 
 
