@@ -1,14 +1,14 @@
 // tile.cu   y[t,h] = sum_k weight[t,k] * (dot(w2[e,h,:], act[t,k,:]) + b2[e,h]),   e = topk_idx[t,k]
 //            act[t,k,i] = activation(dot(w13[e,0,i,:], x[t,:]) + b13[e,0,i], dot(w13[e,1,i,:], x[t,:]) + b13[e,1,i])
 //
-// The whole layer in one launch. Compiled for sm_90a, not yet run on a GPU.
+// The whole layer in one launch. Runs on sm_90a; compiled for sm_100a and sm_103a, never run there.
 //
 // Grid     one CTA a multiprocessor. Work is given out by tickets: first groups of gate_up panels, large ones first, then
 //          panels of down. A CTA waits only for tickets that running CTAs hold, so the grid need not be resident as a whole.
-// A CTA    a producer warp takes tickets and requests weights, a unit of about 4 KB a bulk copy, as far ahead as the ring
-//          allows: from gate_up into down without a gap. A stager warp fetches activations, of down behind the flag of
+// A CTA    producer warps take tickets and request weights, a unit of about 4 KB a bulk copy, as far ahead as the ring
+//          allows: from gate_up into down without a gap. Stager warps fetch activations, those of down behind the flag of
 //          their expert. Consumer warps multiply: of a gate_up panel each owns every kSplit-th unit, of down a panel each.
-//          Finisher warps add the shares of gate_up up, apply the activation and raise the flag.
+//          Finisher warps add the shares of gate_up up and apply the activation; a stager raises the flag.
 // Reads    every wanted weight byte once for each kMaxColumns pairs of its expert, in the order of memory
 // Bound    HBM: distinct experts * 3 * intermediate * hidden * bytes_per_weight
 // Sync     waits for its predecessor before anything is read or written. Inside: gmem_shared->panels_done[entry] is added to
@@ -358,31 +358,34 @@ struct Finisher {
 
     __device__ __forceinline__ Finisher(Smem& s, const Args& a, int f, int l) : smem(s), args(a), finisher(f), lane(l) {}
 
+    // Lane 8 p + r has neuron r of the panel, columns 2 p and 2 p + 1 of a tile.
     __device__ __forceinline__ void panel(const Wanted& wanted, const Neuron& constants, int neuron) {
-        const int row = lane % 8, column = lane / 8;  // and column + 4
+        const int row = lane % 8, column = lane / 8 * 2;
 #pragma unroll 1
         for (int base = 0; base < wanted.count; base += kColumns) {
             wait(smem.barriers.shares_full[finisher][turn.stage], turn.parity);
-            float gate[2] = {0.f, 0.f}, up[2] = {0.f, 0.f};
+            float2 gate = {0.f, 0.f}, up = {0.f, 0.f};
 #pragma unroll
-            for (int c = 0; c < 2; ++c)
-#pragma unroll
-                for (int w = 0; w < kSplit; ++w) {
-                    gate[c] += smem.shares[finisher][turn.stage][w][row][column + c * 4];
-                    up[c] += smem.shares[finisher][turn.stage][w][row + 8][column + c * 4];
-                }
+            for (int w = 0; w < kSplit; ++w) {
+                const float(&share)[16][kColumns] = smem.shares[finisher][turn.stage][w];
+                const float2 g = *reinterpret_cast<const float2*>(&share[row][column]);
+                const float2 u = *reinterpret_cast<const float2*>(&share[row + 8][column]);
+                gate.x += g.x, gate.y += g.y;
+                up.x += u.x, up.y += u.y;
+            }
             arrive_warp(smem.barriers.shares_empty[finisher][turn.stage]);
             turn.next();
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int index = base + column + c * 4;
-                if (index >= wanted.count) break;
-                const float g = fmaf(gate[c], constants.gate_scale, constants.gate_bias);
-                const float u = fmaf(up[c], constants.up_scale, constants.up_bias);
-                args.gmem_act[int64_t(wanted.smem_pairs[index]) * kIntermediate + neuron] =
-                    cvt_f32_bf16(gated_activation(g, u, {args.alpha, args.limit, args.up_offset}));
-            }
+            activate(wanted, constants, neuron, base + column, gate.x, up.x);
+            activate(wanted, constants, neuron, base + column + 1, gate.y, up.y);
         }
+    }
+    __device__ __forceinline__ void activate(const Wanted& wanted, const Neuron& constants, int neuron, int column, float gate,
+                                             float up) {
+        if (column >= wanted.count) return;
+        const float g = fmaf(gate, constants.gate_scale, constants.gate_bias);
+        const float u = fmaf(up, constants.up_scale, constants.up_bias);
+        args.gmem_act[int64_t(wanted.smem_pairs[column]) * kIntermediate + neuron] =
+            cvt_f32_bf16(gated_activation(g, u, {args.alpha, args.limit, args.up_offset}));
     }
 
     // Its panels of a group; `panels` came before the group.

@@ -190,7 +190,11 @@ def config_for(sizes: Sizes, num_pairs: int, num_sms: int = NUM_SMS) -> Config:
         stages = min(_MOST_STAGES, 1 + (CTA_SMEM_BYTES - smem_bytes(sizes, config)) // stage)
         # A ring of less leaves the memory idle: then rather fewer columns.
         if stages >= 1 and (stages * stage >= _LEAST_RING or stages == _MOST_STAGES):
-            return replace(config, stages=stages)
+            config = replace(config, stages=stages)
+            # What is left holds more columns: panels of down that are fetched ahead.
+            left = (CTA_SMEM_BYTES - smem_bytes(sizes, config)) // _stride(sizes.hidden)
+            more = replace(config, columns=columns + max(left, 0))
+            return more if smem_bytes(sizes, more) <= CTA_SMEM_BYTES else config
     raise UnsupportedError(
         f"path 'tile': {sizes.format} with hidden {sizes.hidden}, intermediate {sizes.intermediate}, "
         f"{sizes.num_experts} experts does not fit shared memory. Use path='warp'."
