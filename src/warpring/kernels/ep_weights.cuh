@@ -117,11 +117,11 @@ struct EpMxfp4 {
     static __device__ __forceinline__ void bytes(uint32_t word, uint2 lut, uint32_t& first, uint32_t& second) {
         const uint32_t magnitudes = word & 0x77777777u;
         first = pick_bytes(lut.x, lut.y, magnitudes) | (word & 0x80808080u);
-        second = pick_bytes(lut.x, lut.y, magnitudes >> 16) | ((word << 4) & 0x80808080u);
+        second = pick_bytes(lut.x, lut.y, multiplier_shift(magnitudes, 16)) | ((word << 4) & 0x80808080u);
     }
     static __device__ __forceinline__ uint2 lut_entry(const uint8_t* smem_lut, uint32_t shifts, int step) {
-        return *reinterpret_cast<const uint2*>(smem_lut +
-                                               ((step == 0 ? shifts << 3 : shifts >> (4 * step - 3)) & 0x78u));
+        const uint32_t offset = step == 0 ? shifts << 3 : multiplier_shift(shifts, 4 * step - 3);
+        return *reinterpret_cast<const uint2*>(smem_lut + (offset & 0x78u));
     }
 
     template <int steps>

@@ -134,6 +134,13 @@ __device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint
     return v;
 }
 
+// v >> bits (1 to 31) by the multiplier: where logic is what a loop waits for, shifts are better off there.
+__device__ __forceinline__ uint32_t multiplier_shift(uint32_t v, int bits) {
+    uint32_t shifted;
+    asm("mul.hi.u32 %0, %1, %2;" : "=r"(shifted) : "r"(v), "r"(1u << (32 - bits)));
+    return shifted;
+}
+
 // ---- barriers and copies -------------------------------------------------------------------------------------------
 
 // Until the phase of that parity has completed. The loop is in assembly: the compiler takes a C++ loop for a place
