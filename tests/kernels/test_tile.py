@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from warpring import (
     GELU_TANH,
     SILU,
     Activation,
+    CompileError,
     PackedExperts,
     UnsupportedError,
     clipped_swiglu,
@@ -22,32 +23,123 @@ from warpring import (
     precompile,
 )
 from warpring.formats import FORMATS
-from warpring.kernels.tile import MAX_PAIRS, kernel_specs
+from warpring.kernels.tile import (
+    CTA_SMEM_BYTES,
+    MAX_PAIRS,
+    Config,
+    Sizes,
+    config_for,
+    kernel_spec,
+    moe_tile,
+    shared_bytes,
+    smem_bytes,
+)
+from warpring.layout import RECORD_BYTES
 from warpring.runtime import workspace
 from warpring.runtime.device import TESTED_ARCHS
 from warpring.runtime.jit import compile_kernel
 
 GPU = pytest.mark.gpu
-#: ptxas may keep a few registers of the widest tiles (over 32 tokens of one expert) in local memory; no more than this.
-MAX_SPILL_BYTES = 96
+#: Layers of Qwen3-30B-A3B.
+QWEN = (2048, 768, 128, 8)
+#: hidden, intermediate, num_experts, topk: few records, sizes that only odd numbers divide, most experts and slots, rows
+#: of x and of act so long that few columns of them fit.
+ODD_SIZES = [
+    (32, 32, 1, 1),
+    (96, 192, 5, 2),
+    (1312, 96, 3, 1),
+    (64, 96, 1024, 32),
+    (2880, 2880, 32, 4),
+    (7168, 2048, 256, 8),
+    (28672, 1024, 8, 2),
+    (14336, 14336, 8, 2),
+]
+#: Both sides of what each kernel takes.
+PAIRS = [1, 32, 33, 128, 129, MAX_PAIRS]
 
 
 @pytest.mark.parametrize("arch", TESTED_ARCHS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_compile_within_their_budget(format: str, arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
-    for spec in kernel_specs(format, 2048, 768, 128, 8, torch.int64, "silu").all():
+    sizes = Sizes(format, *QWEN)
+    for num_pairs in (32, 128, MAX_PAIRS):
+        spec = kernel_spec(sizes, torch.int64, "silu", config_for(sizes, num_pairs))
         cubin = compile_kernel(spec, arch)
         assert cubin.registers <= 128
-        assert cubin.spill_bytes <= MAX_SPILL_BYTES
-        assert cubin.smem_bytes + spec.dynamic_smem_bytes <= 227 * 1024
+        assert cubin.spill_bytes == 0
+        assert cubin.smem_bytes + spec.dynamic_smem_bytes <= CTA_SMEM_BYTES
 
 
-def test_odd_sizes_compile_and_agree_on_shared_memory() -> None:
+@pytest.mark.parametrize("sizes", ODD_SIZES, ids=str)
+def test_odd_sizes_compile_and_agree_on_shared_memory(sizes: tuple[int, int, int, int]) -> None:
+    """The sources compare their sizes with those of `smem_bytes` and `shared_bytes` when they are compiled."""
     pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
-    for sizes in [(96, 192, 5, 2), (32, 32, 1, 1), (2880, 2880, 32, 4), (64, 96, 1024, 32)]:
-        for spec in kernel_specs("mxfp4", *sizes, torch.int32, "gelu_tanh").all():
+    for format in ("bf16", "mxfp4"):
+        layer = Sizes(format, *sizes)
+        for num_pairs in (1, MAX_PAIRS):
+            spec = kernel_spec(layer, torch.int32, "gelu_tanh", config_for(layer, num_pairs))
             assert compile_kernel(spec, "sm_90a").code[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(("macro", "less"), [("SMEM_BYTES", 256), ("SHARED_BYTES", 4)])
+def test_sources_refuse_a_size_that_is_too_small_for_them(macro: str, less: int) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
+    layer = Sizes("mxfp8", 64, 32, 4, 2)
+    config = config_for(layer, 1)
+    spec = kernel_spec(layer, torch.int64, "silu", config)
+    size = {"SMEM_BYTES": smem_bytes, "SHARED_BYTES": shared_bytes}[macro](layer, config)
+    assert (f"WARPRING_{macro}", str(size)) in spec.macros
+    macros = tuple((name, str(size - less) if name == f"WARPRING_{macro}" else value) for name, value in spec.macros)
+    with pytest.raises(CompileError, match="the same size"):
+        compile_kernel(replace(spec, macros=macros), "sm_90a")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [QWEN, *ODD_SIZES], ids=str)
+def test_configuration_serves_its_pairs_and_fits(shape: tuple[int, int, int, int], format: str) -> None:
+    sizes = Sizes(format, *shape)
+    for num_pairs, most in zip(PAIRS, (32, 32, 128, 128, MAX_PAIRS, MAX_PAIRS), strict=True):
+        config = config_for(sizes, num_pairs)
+        assert config.pairs == most
+        assert smem_bytes(sizes, config) <= CTA_SMEM_BYTES
+        assert 1 <= config.max_columns(sizes) <= 16
+        assert 1 <= config.stages <= 16
+        assert 1 <= config.parts <= 8
+    assert config_for(sizes, 32, 132) == config_for(sizes, 32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("num_records", [1, 2, 3, 5, 11, 13, 24, 41, 64, 90, 128, 160, 224, 448])
+def test_panels_are_divided_evenly_into_runs(format: str, num_records: int) -> None:
+    for sizes in (Sizes(format, num_records * 32, 1024, 4, 2), Sizes(format, 1024, num_records * 32, 4, 2)):
+        assert sizes.hidden // 32 % (sizes.split * sizes.gate_up_run) == 0
+        assert sizes.intermediate // 32 % sizes.down_run == 0
+        assert sizes.down_run <= sizes.gate_up_run
+        assert sizes.gate_up_run * RECORD_BYTES[format] <= max(4352, RECORD_BYTES[format])
+        assert sizes.split * (2 if sizes.has_4_bit_codes else 1) <= 24
+
+
+def test_sums_are_ordered_by_sizes_alone() -> None:
+    """What decides the order of sums is no part of a configuration, so that batches of any size agree in every bit."""
+    assert {f.name for f in fields(Config)} == {"teams", "columns", "stages", "pairs", "parts"}
+
+
+@pytest.mark.parametrize("shape", [(32, 57344, 8, 2), (131072, 32, 2, 1), (16384, 53248, 8, 2)], ids=str)
+def test_rows_that_do_not_fit_shared_memory_are_refused_by_name(shape: tuple[int, int, int, int]) -> None:
+    message = rf"path 'tile': bf16 with hidden {shape[0]}, intermediate {shape[1]}.*path='warp'"
+    with pytest.raises(UnsupportedError, match=message):
+        config_for(Sizes("bf16", *shape), 1)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "num_sms", "parts"),
+    [(2048, 132, 1), (2112, 132, 1), (7168, 132, 2), (2560, 132, 4), (2880, 132, 5), (64, 132, 8), (160, 3, 2)],
+)
+def test_experts_of_a_panel_are_dealt_out_where_panels_alone_leave_multiprocessors_idle(
+    hidden: int, num_sms: int, parts: int
+) -> None:
+    assert config_for(Sizes("mxfp8", hidden, 64, 8, 2), 1, num_sms).parts == parts
 
 
 def test_tile_needs_packed_experts_and_packed_experts_need_tile() -> None:
@@ -124,6 +216,25 @@ def test_token_bits_do_not_depend_on_batch_tile_width_or_run(format: str) -> Non
         rows = slice(64 - size, 64)
         some = Inputs(inputs.x[rows], inputs.experts, inputs.topk_idx[rows], inputs.topk_weights[rows])
         assert torch.equal(run(some, packed), whole[rows])
+
+
+@GPU
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_bit_depends_on_the_configuration(format: str) -> None:
+    inputs = make_inputs(64, 160, 96, 3, 2, format=format, seed=22, device="cuda")
+    packed = pack_experts(inputs.experts)
+    whole = run(inputs, packed)
+    for config in (Config(1, 1, 1, MAX_PAIRS, 1), Config(2, 9, 3, 128, 3), Config(2, 32, 16, MAX_PAIRS, 8)):
+        out = torch.full_like(inputs.x, torch.nan)
+        moe_tile(inputs.x, packed, inputs.topk_idx, inputs.topk_weights, out, config)
+        assert torch.equal(out, whole)
+
+
+@GPU
+@pytest.mark.parametrize("num_pairs", PAIRS[1:] + [MAX_PAIRS + 1])
+def test_batches_on_both_sides_of_what_each_kernel_takes(num_pairs: int) -> None:
+    inputs = make_inputs(num_pairs, 96, 64, 40, 1, format="mxfp4", seed=num_pairs, device="cuda")
+    check_against_exact(run(inputs), inputs)
 
 
 @GPU
