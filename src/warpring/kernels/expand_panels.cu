@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
         __syncwarp();
         for (int i = 0; i < records; ++i) {
             Operands in;
-            Format::unpack(Format::load(smem_address(smem) + i * Format::kRecordBytes, lane), in);
+            Format::unpack(Format::load(smem_address(smem), lane, i), in);
             own[0].store(in, 0, record + i, q);
             own[1].store(in, 1, record + i, q);
         }

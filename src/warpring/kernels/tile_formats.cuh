@@ -7,7 +7,7 @@
 // A policy has
 //   kRecordBytes       bytes of a record
 //   Raw                a lane's codes and scales, as loaded
-//   load(record, lane) from shared memory
+//   load(run, lane, i) record i of a run in shared memory; what of the address differs by record is an immediate
 //   unpack(raw, a)     a[0], a[1]: A operands of the first and second mma, values times block scale, exact in BF16
 //   kBlockScale        FP32 scales of 128 x 128 blocks multiply the sums of every record (fp8_block)
 #pragma once
@@ -71,8 +71,9 @@ struct TileBf16 {
     struct Raw {
         uint4 low, high;
     };
-    static __device__ __forceinline__ Raw load(uint32_t record, int lane) {
-        return {ld_shared_128(record + lane * 16), ld_shared_128(record + 512 + lane * 16)};
+    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
+        const uint32_t codes = run + lane * 16;
+        return {ld_shared_128(codes + i * kRecordBytes), ld_shared_128(codes + i * kRecordBytes + 512)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         out.a[0][0] = raw.low.x, out.a[0][2] = raw.low.y, out.a[1][0] = raw.low.z, out.a[1][2] = raw.low.w;
@@ -87,7 +88,10 @@ struct TileFp8 {
     struct Raw {
         uint4 codes;
     };
-    static __device__ __forceinline__ Raw load(uint32_t record, int lane) { return {ld_shared_128(record + lane * 16)}; }
+    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
+        const uint32_t codes = run + lane * 16;
+        return {ld_shared_128(codes + i * kRecordBytes)};
+    }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         unpack_e4m3(raw.codes, 0x7b807b80u, out);  // 2^120
     }
@@ -102,8 +106,9 @@ struct TileMxfp8 {
         uint4 codes;
         uint32_t scales;
     };
-    static __device__ __forceinline__ Raw load(uint32_t record, int lane) {
-        return {ld_shared_128(record + lane * 16), ld_shared_u16(record + 512 + (lane >> 2) * 2)};
+    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
+        const uint32_t codes = run + lane * 16, scales = run + 512 + (lane >> 2) * 2;
+        return {ld_shared_128(codes + i * kRecordBytes), ld_shared_u16(scales + i * kRecordBytes)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         unpack_e4m3(raw.codes, scale_word(raw.scales), out);
@@ -117,8 +122,9 @@ struct TileMxfp4 {
         uint2 codes;
         uint32_t scales;
     };
-    static __device__ __forceinline__ Raw load(uint32_t record, int lane) {
-        return {ld_shared_64(record + lane * 8), ld_shared_u16(record + 256 + (lane >> 2) * 2)};
+    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
+        const uint32_t codes = run + lane * 8, scales = run + 256 + (lane >> 2) * 2;
+        return {ld_shared_64(codes + i * kRecordBytes), ld_shared_u16(scales + i * kRecordBytes)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         unpack_e2m1(raw.codes, scale_word(raw.scales), out);
@@ -134,8 +140,9 @@ struct TileNvfp4 {
         uint2 codes;
         uint32_t scales;
     };
-    static __device__ __forceinline__ Raw load(uint32_t record, int lane) {
-        return {ld_shared_64(record + lane * 8), ld_shared_u16(record + 256 + (lane & 2) * 8 + (lane >> 2) * 2)};
+    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
+        const uint32_t codes = run + lane * 8, scales = run + 256 + (lane & 2) * 8 + (lane >> 2) * 2;
+        return {ld_shared_64(codes + i * kRecordBytes), ld_shared_u16(scales + i * kRecordBytes)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         constexpr float kUnit = 0x1p118f;

@@ -76,7 +76,7 @@ __device__ __forceinline__ void add_run(Sums<kTiles>& sums, uint32_t smem_run, c
         uint4 x[kGroup][kTiles];
 #pragma unroll
         for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
-            raw[i] = Format::load(smem_run + (first + i) * Format::kRecordBytes, lane);
+            raw[i] = Format::load(smem_run, lane, first + i);
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) x[i][t] = columns.load(record + first + i, t);
         }
