@@ -81,11 +81,12 @@ __device__ __forceinline__ void push_routing(const EpParams& params, uint64_t ta
     }
 }
 
-// Own rows of this CTA into own memory, then one increment of `arrived` at every rank.
-__device__ __forceinline__ void publish_rows(const EpParams& params, const Inputs& inputs, Smem& smem) {
+// Own rows of this CTA into own memory.
+__device__ __forceinline__ void write_rows(const EpParams& params, const Inputs& inputs, Smem& smem) {
     uint8_t* region = own_region(params);
     const int step = max(1, int(gridDim.x) - 1), first = int(blockIdx.x) + step - int(gridDim.x);
-    const int count = first >= 0 && inputs.num_tokens > first ? ceil_div(inputs.num_tokens - first, step) : 0;
+    if (first < 0) return;  // the CTA that plans
+    const int count = inputs.num_tokens > first ? ceil_div(inputs.num_tokens - first, step) : 0;
     const auto scales_of = [&](int i) {
         return reinterpret_cast<float*>(row_of(params, region, first + i * step) + kCodeChunks * kChunkBytes);
     };
@@ -102,6 +103,10 @@ __device__ __forceinline__ void publish_rows(const EpParams& params, const Input
         const int64_t token = first + i * step;
         scales_of(i)[kScales + slot] = ld_routing(inputs.gmem_topk_weights + token * inputs.weights_stride + slot);
     }
+}
+
+// One increment of `arrived` at every rank: the rows of this CTA have been written.
+__device__ __forceinline__ void publish_rows(const EpParams& params) {
     __syncthreads();
     if (threadIdx.x < params.peers.num_ranks)
         red_add_release_sys_u64(arrived_of(params, peer_region(params, threadIdx.x), params.peers.rank), 1);
@@ -365,9 +370,10 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
     for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) smem.pairs_of[e] = 0;
     if (threadIdx.x < kLanes) smem.warp_total[threadIdx.x] = 0;
     if (!announce(params, sync, token_count, inputs)) return;
-    // The plan is what everybody waits for: its CTA hears the routing first.
+    // The plan is what everybody waits for: before it, its CTA does not even wait for its own stores.
     const bool plans = blockIdx.x == 0;
-    if (!plans) publish_rows(params, inputs, smem);
+    write_rows(params, inputs, smem);
+    if (!plans) publish_rows(params);
     claim(params, sync);
 
     Reader reader(params.peers.num_ranks);
@@ -377,7 +383,7 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
     const int num_shared_blocks = kNumShared * ceil_div(inputs.num_tokens, kBlockM);
     if (plans) {
         write_plan(params, generation, num_shared_blocks, num_blocks, smem);
-        publish_rows(params, inputs, smem);
+        publish_rows(params);
     }
 
     bool arrived = false;
@@ -395,10 +401,10 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
         select_pairs(params, generation, reader, smem);
         const int expert = smem.expert;
         const int count = min(int(smem.pairs_of[expert]) - smem.index * kBlockM, kBlockM);
+        BlockFill fill(params, block_base, num_shared_blocks + block, expert, count);
         if (!arrived && !rows_arrived(params, sync)) return;
         arrived = true;
         __syncthreads();
-        BlockFill fill(params, block_base, num_shared_blocks + block, expert, count);
         if (!pull_block(params, sync, fill, smem)) return;
     }
 }

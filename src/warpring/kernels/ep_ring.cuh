@@ -42,6 +42,7 @@ struct BlockFill {
                 info.expert = expert;
                 info.count = count;
             }
+#pragma unroll 1
             for (int n = threadIdx.x; n < count; n += kLanes) {
                 info.pair_id[n] = smem_pair_id[n];
                 info.weight[n] = smem_weight[n];
