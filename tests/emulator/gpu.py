@@ -18,7 +18,12 @@ from warpring.runtime.jit import KernelSpec
 
 @contextmanager
 def emulated_gpu(
-    *faces: ModuleType, seed: int = 0, num_sms: int = 3, concurrent: bool = False, directory: Path = KERNEL_DIR
+    *faces: ModuleType,
+    seed: int = 0,
+    num_sms: int = 3,
+    concurrent: bool = False,
+    resident_ctas: int = 4,
+    directory: Path = KERNEL_DIR,
 ) -> Generator[list[Launch]]:
     """Launches that the modules `faces` make inside are collected, and run as one stream at the end.
 
@@ -26,7 +31,7 @@ def emulated_gpu(
         *faces: modules that use `load` and `launch` of `warpring.runtime.launch`.
         seed: see `run`.
         num_sms: what the GPU says it has.
-        concurrent: see `run`.
+        concurrent, resident_ctas: see `run`.
         directory: where the sources are.
 
     Yields:
@@ -80,6 +85,6 @@ def emulated_gpu(
         )
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
         yield stream
-    run(stream, seed=seed, concurrent=concurrent)
+    run(stream, seed=seed, concurrent=concurrent, resident_ctas=resident_ctas)
     for state in zeros:
         assert not state.any(), "a kernel that counts from zero has not left zeros behind"

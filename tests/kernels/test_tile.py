@@ -42,8 +42,8 @@ from warpring.runtime.jit import compile_kernel
 GPU = pytest.mark.gpu
 #: Layers of Qwen3-30B-A3B.
 QWEN = (2048, 768, 128, 8)
-#: hidden, intermediate, num_experts, topk: few records, sizes that only odd numbers divide, most experts and slots, rows
-#: of x and of act so long that few columns of them fit.
+#: hidden, intermediate, num_experts, topk: few records, sizes that only odd numbers divide, most experts and slots,
+#: rows of x and of act so long that few columns of them fit.
 ODD_SIZES = [
     (32, 32, 1, 1),
     (96, 192, 5, 2),
@@ -231,7 +231,7 @@ def test_no_bit_depends_on_the_configuration(format: str) -> None:
 
 
 @GPU
-@pytest.mark.parametrize("num_pairs", PAIRS[1:] + [MAX_PAIRS + 1])
+@pytest.mark.parametrize("num_pairs", [*PAIRS[1:], MAX_PAIRS + 1])
 def test_batches_on_both_sides_of_what_each_kernel_takes(num_pairs: int) -> None:
     inputs = make_inputs(num_pairs, 96, 64, 40, 1, format="mxfp4", seed=num_pairs, device="cuda")
     check_against_exact(run(inputs), inputs)
