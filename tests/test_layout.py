@@ -29,7 +29,7 @@ def lane_words(records: torch.Tensor, first: int, count: int, lane_bytes: int) -
 
 def e4m3_fields(word: torch.Tensor) -> list[torch.Tensor]:
     """The four codes of a word, as `unpack_e4m3` of tile_formats.cuh finds them, before the multiplier."""
-    moved = (word << 1 & 0x80008000) | (word << 7 & 0x07800780) | (word >> 7 & 0x00700070)
+    moved = ((word >> 4 | word << 28) & 0x87808780) | (word << 4 & 0x00700070)
     return [*bf16_pair_values(word & 0x87F087F0), *bf16_pair_values(moved)]
 
 

@@ -14,7 +14,7 @@ a row makes the row's dot product NaN).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from warpring.activation import Activation
 from warpring.errors import UnsupportedError
 from warpring.experts import Experts, LayerBytes
 from warpring.formats import QuantizedTensor, ceil_div, e2m1
+from warpring.shared import join_biases, shared_beside
 
 PANEL_ROWS = 16
 RECORD_COLS = 32
@@ -199,11 +200,13 @@ def _words(fields: torch.Tensor) -> torch.Tensor:
 
 
 def _fields_e4m3(panels: torch.Tensor) -> torch.Tensor:
-    """Four codes a word. In each half-word: the first pair at BF16's own places, the second in the bits between."""
+    """Four codes a word. In each half-word: the first pair at BF16's own places; of the second in the bits between the
+    exponent above, the fraction below, and the sign of the other half-word's. One rotation by 4 brings signs and
+    exponents into place, one shift by 4 fractions."""
     c = panels.to(torch.int64).unflatten(-1, (2, 2, 2))  # words, pairs, (low, high half-word)
     first, second = c[..., 0, :], c[..., 1, :]
     half = (first >> 7) << 15 | (first & 0x7F) << 4
-    half = half | (second >> 7) << 14 | (second & 7) << 11 | (second >> 3 & 15)
+    half = half | (second >> 3 & 15) << 11 | second & 7 | (second.flip(-1) >> 7) << 3
     return _words(half[..., 0] | half[..., 1] << 16)
 
 
@@ -289,7 +292,7 @@ def _codes_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """The inverse of `_fields_e4m3`: uint8 codes as `_panels` has them."""
     half = _half_words(codes, words=2)
     first = (half >> 8 & 0x80) | (half >> 4 & 0x7F)
-    second = (half >> 7 & 0x80) | (half & 15) << 3 | (half >> 11 & 7)
+    second = (half.flip(-1) << 4 & 0x80) | (half >> 8 & 0x78) | half & 7
     return _interleaved([first, second])
 
 
@@ -313,13 +316,15 @@ class PackedExperts(LayerBytes):
     The row-major codes are not kept: drop the `Experts` it was made from, and the layer is in memory once.
 
     Attributes:
-        w13: gate and up projections.
+        w13: gate and up projections; of the shared experts behind those of the routed ones, like all that follows.
         w2: down projection.
         format: name of the number format.
-        num_experts, hidden, intermediate: sizes of the layer.
+        num_experts: routed experts, the ids that topk_idx may hold.
+        hidden, intermediate: sizes of each expert.
         activation: the gated activation between the projections.
-        w13_bias: FP32 [num_experts, 2, intermediate] or None.
-        w2_bias: FP32 [num_experts, hidden] or None.
+        w13_bias: FP32 [num_experts + num_shared, 2, intermediate] or None.
+        w2_bias: FP32 [num_experts + num_shared, hidden] or None.
+        num_shared: shared experts, of the routed ones' width.
     """
 
     w13: PackedMatrix
@@ -331,10 +336,16 @@ class PackedExperts(LayerBytes):
     activation: Activation
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+    num_shared: int = 0
 
     @property
     def device(self) -> torch.device:
         return self.w13.records.device
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes that one expert's work must read at least once, routed or shared: codes, scales, biases."""
+        return self.nbytes // (self.num_experts + self.num_shared)
 
     def to(self, device: torch.device | str) -> PackedExperts:
         """The same experts on another device."""
@@ -347,50 +358,85 @@ class PackedExperts(LayerBytes):
         )
 
     def __repr__(self) -> str:
+        shared = f" + {self.num_shared} shared" if self.num_shared else ""
         return (
-            f"PackedExperts({self.num_experts} x {self.hidden} x {self.intermediate}, {self.format}, "
+            f"PackedExperts({self.num_experts}{shared} x {self.hidden} x {self.intermediate}, {self.format}, "
             f"{self.activation}, {self.nbytes / 2**20:.1f} MiB on {self.device})"
         )
 
 
-def pack_experts(experts: Experts) -> PackedExperts:
+def pack_experts(experts: Experts, shared: Experts | None = None) -> PackedExperts:
     """Pack a layer for the tile path, a few experts at a time.
 
+    Args:
+        experts: the routed experts.
+        shared: experts that every token wants, run in the same launch: of the same hidden size, format and activation,
+            m times as wide as the routed ones. Wider ones are cut into m of the routed width, which changes no value.
+
     Raises:
+        ArgumentError: shared experts that do not fit the routed ones, see `warpring.shared.shared_beside`.
         UnsupportedError: see `pack`.
     """
+    parts = [experts]
+    w13_bias, w2_bias = experts.w13_bias, experts.w2_bias
+    num_shared = 0
+    if shared is not None:
+        shared = shared_beside(experts, shared)
+        parts.append(shared)
+        num_shared = shared.num_experts
+        counts = (experts.num_experts, num_shared)
+        w13_bias = join_biases(w13_bias, shared.w13_bias, counts)
+        w2_bias = join_biases(w2_bias, shared.w2_bias, counts)
     return PackedExperts(
-        w13=_pack_in_pieces(experts.w13),
-        w2=_pack_in_pieces(experts.w2),
+        w13=_pack_in_pieces([part.w13 for part in parts]),
+        w2=_pack_in_pieces([part.w2 for part in parts]),
         format=experts.format,
         num_experts=experts.num_experts,
         hidden=experts.hidden,
         intermediate=experts.intermediate,
         activation=experts.activation,
-        w13_bias=experts.w13_bias,
-        w2_bias=experts.w2_bias,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
+        num_shared=num_shared,
     )
 
 
 def unpack_experts(packed: PackedExperts) -> Experts:
-    """The `Experts` that `pack_experts` was given, bit for bit (a NaN in an MX block aside); a few at a time."""
+    """The routed `Experts` that `pack_experts` was given, bit for bit (a NaN in an MX block aside); a few at a time.
+
+    Where only the shared experts had a bias, these have one of zeros.
+    """
+    return _unpack_some(packed, 0, packed.num_experts)
+
+
+def unpack_shared(packed: PackedExperts) -> Experts | None:
+    """The shared experts in the same way, cut to the routed experts' width as `pack_experts` did; None without any."""
+    if not packed.num_shared:
+        return None
+    return _unpack_some(packed, packed.num_experts, packed.num_experts + packed.num_shared)
+
+
+def _unpack_some(packed: PackedExperts, first: int, last: int) -> Experts:
+    w13_bias, w2_bias = packed.w13_bias, packed.w2_bias
+    if packed.num_shared:
+        w13_bias = None if w13_bias is None else w13_bias[first:last]
+        w2_bias = None if w2_bias is None else w2_bias[first:last]
     return Experts(
-        _unpack_in_pieces(packed.w13, packed.format),
-        _unpack_in_pieces(packed.w2, packed.format),
+        _unpack_in_pieces(packed.w13, packed.format, first, last),
+        _unpack_in_pieces(packed.w2, packed.format, first, last),
         packed.activation,
-        packed.w13_bias,
-        packed.w2_bias,
+        w13_bias,
+        w2_bias,
     )
 
 
-def _unpack_in_pieces(packed: PackedMatrix, format: str) -> QuantizedTensor:
-    num_experts = packed.records.shape[0]
+def _unpack_in_pieces(packed: PackedMatrix, format: str, first: int, last: int) -> QuantizedTensor:
     pieces = [
-        unpack(packed.map(lambda t, first=first: t[first : first + _PACKED_AT_ONCE]), format)
-        for first in range(0, num_experts, _PACKED_AT_ONCE)
+        unpack(packed.map(lambda t, start=start: t[start : min(start + _PACKED_AT_ONCE, last)]), format)
+        for start in range(first, last, _PACKED_AT_ONCE)
     ]
     tensors = [torch.cat(parts) for parts in zip(*(piece.tensors() for piece in pieces), strict=True)]
-    return QuantizedTensor(format, (num_experts, *pieces[0].shape[1:]), *tensors)
+    return QuantizedTensor(format, (last - first, *pieces[0].shape[1:]), *tensors)
 
 
 def _experts_of(stored: QuantizedTensor, which: slice) -> QuantizedTensor:
@@ -398,16 +444,20 @@ def _experts_of(stored: QuantizedTensor, which: slice) -> QuantizedTensor:
     return replace(some, shape=(some.data.shape[0], *stored.shape[1:]))
 
 
-def _pack_in_pieces(stored: QuantizedTensor) -> PackedMatrix:
-    num_experts = stored.shape[0]
+def _pack_in_pieces(parts: Sequence[QuantizedTensor]) -> PackedMatrix:
+    """The experts of all parts behind each other."""
+    num_experts = sum(part.shape[0] for part in parts)
     out: PackedMatrix | None = None
-    for first in range(0, num_experts, _PACKED_AT_ONCE):
-        last = min(first + _PACKED_AT_ONCE, num_experts)
-        piece = pack(_experts_of(stored, slice(first, last)))
-        if out is None:
-            out = piece.map(lambda t: t.new_empty(num_experts, *t.shape[1:]))
-        for whole, part in zip(out.tensors(), piece.tensors(), strict=True):
-            whole[first:last] = part
+    place = 0
+    for stored in parts:
+        for first in range(0, stored.shape[0], _PACKED_AT_ONCE):
+            piece = pack(_experts_of(stored, slice(first, first + _PACKED_AT_ONCE)))
+            if out is None:
+                out = piece.map(lambda t: t.new_empty(num_experts, *t.shape[1:]))
+            count = piece.records.shape[0]
+            for whole, part in zip(out.tensors(), piece.tensors(), strict=True):
+                whole[place : place + count] = part
+            place += count
     if out is None:
         raise UnsupportedError("pack_experts: a layer without experts has no tile layout.")
     return out

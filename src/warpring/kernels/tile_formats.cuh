@@ -28,13 +28,12 @@ __device__ __forceinline__ uint32_t scaled(uint32_t pair, uint32_t scales) {
     return kHigh ? mul_bf16x2_by_high(pair, scales) : mul_bf16x2_by_low(pair, scales);
 }
 
-// Four E4M3 codes of one row: BF16 fields sign 15, exponent 10..7, fraction 6..4. The
-// first pair lies in place; the second has sign 14, fraction 13..11, exponent 3..0.
+// Four E4M3 codes of one row: BF16 fields sign 15, exponent 10..7, fraction 6..4. The first pair lies in place. Of the second,
+// signs and exponents are in place after a rotation to the right by 4, fractions after a shift to the left by 4.
 template <bool kHigh>
 __device__ __forceinline__ void unpack_e4m3(uint32_t word, uint32_t scales, uint32_t& first, uint32_t& second) {
     first = scaled<kHigh>(word & 0x87f087f0u, scales);
-    const uint32_t moved =
-        ((word << 1) & 0x80008000u) | ((word << 7) & 0x07800780u) | ((word >> 7) & 0x00700070u);
+    const uint32_t moved = (__funnelshift_r(word, word, 4) & 0x87808780u) | ((word << 4) & 0x00700070u);
     second = scaled<kHigh>(moved, scales);
 }
 
