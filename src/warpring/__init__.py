@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         WorkspaceBusyError,
     )
     from warpring.experts import Experts
-    from warpring.layout import PackedExperts, pack_experts, unpack_experts
+    from warpring.layout import PackedExperts, pack_experts, unpack_experts, unpack_shared
     from warpring.reference import moe_exact
     from warpring.routing import Router
 
@@ -57,6 +57,7 @@ __all__ = [
     "pack_experts",
     "precompile",
     "unpack_experts",
+    "unpack_shared",
 ]
 
 _HOMES = {
@@ -74,7 +75,7 @@ _HOMES = {
         "WorkspaceBusyError",
     ),
     "experts": ("Experts",),
-    "layout": ("PackedExperts", "pack_experts", "unpack_experts"),
+    "layout": ("PackedExperts", "pack_experts", "unpack_experts", "unpack_shared"),
     "reference": ("moe_exact",),
     "routing": ("Router",),
 }

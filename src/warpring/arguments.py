@@ -20,6 +20,7 @@ class _Facts:
 
     hidden: int
     num_experts: int
+    num_shared: int
     device: torch.device
     w13: torch.Tensor
     w2: torch.Tensor
@@ -34,6 +35,7 @@ def check_call(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     out: torch.Tensor | None,
+    shared_weights: torch.Tensor | None = None,
 ) -> None:
     """Raise ArgumentError on the first broken rule of shape, dtype, place or overlap."""
     facts = _facts.get(experts) or _facts_of(experts)
@@ -46,6 +48,8 @@ def check_call(
     if x.dtype != torch.bfloat16:
         raise ArgumentError(f"moe_decode: x must be bfloat16; got {x.dtype}. Convert it with x.bfloat16().")
     _check_routing(num_tokens, topk_idx, topk_weights)
+    if shared_weights is not None:
+        _check_gate(num_tokens, shared_weights, facts.num_shared)
     if out is not None and (out.dtype != torch.bfloat16 or out.shape != x.shape or not _dense_rows(out)):
         raise ArgumentError(
             f"moe_decode: out must be bfloat16 {list(x.shape)} with dense rows, each in memory of its own; got "
@@ -55,12 +59,14 @@ def check_call(
     _check_place("x", x, device)
     _check_place("topk_idx", topk_idx, device)
     _check_place("topk_weights", topk_weights, device)
+    if shared_weights is not None:
+        _check_place("shared_weights", shared_weights, device)
     if facts.device != device or facts.w13.is_meta:
         _check_place("experts", facts.w13, device)
     if out is not None:
         _check_place("out", out, device)
         if num_tokens:
-            _check_overlap(out, x, topk_idx, topk_weights, facts)
+            _check_overlap(out, x, topk_idx, topk_weights, shared_weights, facts)
 
 
 def check_topk(topk: int) -> None:
@@ -86,10 +92,10 @@ def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
 
 def _facts_of(experts: Experts | PackedExperts) -> _Facts:
     if isinstance(experts, PackedExperts):
-        w13, w2 = experts.w13.records, experts.w2.records
+        w13, w2, num_shared = experts.w13.records, experts.w2.records, experts.num_shared
     else:
-        w13, w2 = experts.w13.data, experts.w2.data
-    facts = _facts[experts] = _Facts(experts.hidden, experts.num_experts, experts.device, w13, w2)
+        w13, w2, num_shared = experts.w13.data, experts.w2.data, 0
+    facts = _facts[experts] = _Facts(experts.hidden, experts.num_experts, num_shared, experts.device, w13, w2)
     return facts
 
 
@@ -104,6 +110,19 @@ def _check_routing(num_tokens: int, topk_idx: torch.Tensor, topk_weights: torch.
         raise ArgumentError(
             f"moe_decode: topk_weights must be floating point of topk_idx's shape {list(topk_idx.shape)}; got "
             f"{topk_weights.dtype} {list(topk_weights.shape)}."
+        )
+
+
+def _check_gate(num_tokens: int, shared_weights: torch.Tensor, num_shared: int) -> None:
+    if not num_shared:
+        raise ArgumentError(
+            "moe_decode: shared_weights must be None where the layer has no shared experts; got "
+            f"{shared_weights.dtype} {list(shared_weights.shape)}. Give them to warpring.pack_experts(experts, shared)."
+        )
+    if list(shared_weights.shape) not in ([num_tokens], [num_tokens, 1]) or not shared_weights.dtype.is_floating_point:
+        raise ArgumentError(
+            f"moe_decode: shared_weights must be floating point [num_tokens={num_tokens}] or [{num_tokens}, 1], the "
+            f"gate of the shared experts, or None for 1; got {shared_weights.dtype} {list(shared_weights.shape)}."
         )
 
 
@@ -122,12 +141,20 @@ def _check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _check_overlap(
-    out: torch.Tensor, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, facts: _Facts
+    out: torch.Tensor,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared_weights: torch.Tensor | None,
+    facts: _Facts,
 ) -> None:
     """Raise where out's range of memory, from its first to its last element, meets that of another tensor."""
     first, last = _span(out)
-    others = (x, topk_idx, topk_weights, facts.w13, facts.w2)
-    for name, tensor in zip(("x", "topk_idx", "topk_weights", "experts", "experts.w2"), others, strict=True):
+    others = (x, topk_idx, topk_weights, shared_weights, facts.w13, facts.w2)
+    names = ("x", "topk_idx", "topk_weights", "shared_weights", "experts", "experts.w2")
+    for name, tensor in zip(names, others, strict=True):
+        if tensor is None:
+            continue
         start, end = _span(tensor)
         if first < end and start < last:
             raise ArgumentError(

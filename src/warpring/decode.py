@@ -34,6 +34,7 @@ def moe_decode(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
+    shared_weights: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     path: str = "auto",
     validate: bool = False,
@@ -41,16 +42,20 @@ def moe_decode(
     """Run one MoE layer's experts on a batch, of one token or of a whole prompt.
 
     y[t] = sum_k topk_weights[t, k] * (w2[e] @ act(w13[e] @ x[t] + w13_bias[e]) + w2_bias[e]),  e = topk_idx[t, k]
+           + shared_weights[t] * (the same of every shared expert)
 
     Args:
         x: [num_tokens, hidden] bf16. Strided rows are read in place where they are 16-byte aligned and dense; any other
             layout is copied first.
         experts: the layer's weights in any format, row-major (`Experts`) or packed for the tile path (`PackedExperts`,
-            see `pack_experts`). Either serves every batch by itself: no second copy of the weights is needed.
+            see `pack_experts`). Either serves every batch by itself: no second copy of the weights is needed. Shared
+            experts, which every token wants, are given to `pack_experts`.
         topk_idx: [num_tokens, topk] int32 or int64, topk <= 32; -1 = unused slot, its weight is ignored (may be NaN).
             An expert named twice by one token counts twice. Ids that name no expert are an error where they can be
             seen without waiting for the GPU (CPU tensors) or with `validate=True`, and are skipped on the device.
         topk_weights: [num_tokens, topk], already normalised and scaled; fp32, or another float type that is converted.
+        shared_weights: the gate of the shared experts, [num_tokens] or [num_tokens, 1], fp32 or another float type that
+            is converted; None is 1. One gate a token for all of them.
         out: optional [num_tokens, hidden] bf16 with dense rows, overwritten; must overlap no other argument, nor
             its own rows each other. With it, fp32 weights and aligned inputs, the decode paths allocate nothing (after
             the first call on a stream).
@@ -70,7 +75,8 @@ def moe_decode(
     There is no backward.
 
     Raises:
-        ArgumentError: a shape, dtype, device or range rule, named with its remedy.
+        ArgumentError: a shape, dtype, device or range rule, named with its remedy; shared_weights for a layer without
+            shared experts.
         UnsupportedError: this device or layout has no such path, or a gradient was asked for.
     """
     if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
@@ -81,9 +87,11 @@ def moe_decode(
     if torch.compiler.is_compiling():
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        torch.ops.warpring.moe_decode(x, topk_idx, topk_weights, out, *_flatten(experts), path, validate)
+        torch.ops.warpring.moe_decode(
+            x, topk_idx, topk_weights, out, *_flatten(experts), path, validate, shared_weights
+        )
         return out
-    check_call(x, experts, topk_idx, topk_weights, out)
+    check_call(x, experts, topk_idx, topk_weights, out, shared_weights)
     run = _choose(path, experts, x, topk_idx.shape[1])
     if out is None:
         out = torch.empty(x.shape[0], experts.hidden, dtype=torch.bfloat16, device=x.device)
@@ -91,7 +99,8 @@ def moe_decode(
         return out
     if validate or x.device.type == "cpu":
         check_ids(topk_idx, experts.num_experts)
-    run(_aligned(x), experts, _dense(topk_idx), _dense(topk_weights.float()), out)
+    extra = {} if shared_weights is None else {"shared_weights": _vector(shared_weights).float()}
+    run(_aligned(x), experts, _dense(topk_idx), _dense(topk_weights.float()), out, **extra)
     return out
 
 
@@ -125,7 +134,8 @@ def precompile(
         cores.precompile(experts)
 
 
-_Run = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor, torch.Tensor], object]
+#: (x, experts, topk_idx, topk_weights, out); those of packed experts take shared_weights too.
+_Run = Callable[..., object]
 
 _RUN: dict[str, _Run] = {
     "warp": warp.moe_warp,
@@ -172,20 +182,27 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
+def _vector(column: torch.Tensor) -> torch.Tensor:
+    """[rows] of [rows] or [rows, 1]."""
+    return column[:, 0] if column.dim() == 2 else column
+
+
 # The custom op: torch.compile sees one node with the weights as inputs. It takes the layer's tensors as a list, as
 # operator schemas know no dataclasses.
 def _flatten(experts: Experts | PackedExperts) -> tuple[object, ...]:
     """The op's arguments from `weights` to `up_offset`."""
     if isinstance(experts, PackedExperts):
         pairs = ((m.records, m.matrix_scale, m.row_scale, m.block_scale) for m in (experts.w13, experts.w2))
+        num_shared = experts.num_shared
     else:
+        num_shared = 0
         pairs = ((m.data, m.scale, m.global_scale) for m in (experts.w13, experts.w2))
     act = experts.activation
     return (
         [*(tensor for matrix in pairs for tensor in matrix), experts.w13_bias, experts.w2_bias],
         isinstance(experts, PackedExperts),
         experts.format,
-        [experts.num_experts, experts.hidden, experts.intermediate],
+        [experts.num_experts, experts.hidden, experts.intermediate, num_shared],
         act.gate_fn,
         act.alpha,
         act.limit,
@@ -196,11 +213,13 @@ def _flatten(experts: Experts | PackedExperts) -> tuple[object, ...]:
 def _unflatten(
     weights: list[torch.Tensor | None], packed: bool, format: str, sizes: list[int], activation: Activation
 ) -> Experts | PackedExperts:
-    num_experts, hidden, intermediate = sizes
+    num_experts, hidden, intermediate, num_shared = sizes
     tensors: list[Any] = list(weights)
     if packed:
         w13, w2 = PackedMatrix(*tensors[:4]), PackedMatrix(*tensors[4:8])
-        return PackedExperts(w13, w2, format, num_experts, hidden, intermediate, activation, *tensors[8:])
+        return PackedExperts(
+            w13, w2, format, num_experts, hidden, intermediate, activation, *tensors[8:], num_shared=num_shared
+        )
     return Experts(
         QuantizedTensor(format, (num_experts, 2, intermediate, hidden), *tensors[:3]),
         QuantizedTensor(format, (num_experts, hidden, intermediate), *tensors[3:6]),
@@ -225,10 +244,11 @@ def _moe_decode_op(
     up_offset: float,
     path: str,
     validate: bool,
+    shared_weights: torch.Tensor | None = None,
 ) -> None:
     activation = Activation(gate_fn, alpha, limit, up_offset)  # pyright: ignore[reportArgumentType]
     experts = _unflatten(weights, packed, format, sizes, activation)
-    moe_decode(x, experts, topk_idx, topk_weights, out=out, path=path, validate=validate)
+    moe_decode(x, experts, topk_idx, topk_weights, shared_weights=shared_weights, out=out, path=path, validate=validate)
 
 
 @_moe_decode_op.register_fake

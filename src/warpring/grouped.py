@@ -56,6 +56,7 @@ def moe_grouped(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     out: torch.Tensor,
+    shared_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a layer's experts through grouped GEMMs. Arguments are checked by `moe_decode`.
 
@@ -65,17 +66,35 @@ def moe_grouped(
         topk_idx: int32 or int64 [num_tokens, topk]; an id outside [0, num_experts) is an unused slot.
         topk_weights: [num_tokens, topk], any float type; an unused slot's is ignored (it may be NaN).
         out: BF16 [num_tokens, hidden], overwritten.
+        shared_weights: FP32 [num_tokens], the gate of the shared experts, which are slots behind the routed ones; or
+            None for 1.
 
     Returns:
         out. Equal bits from run to run; they may depend on the batch, since a library chooses its kernels by size.
 
-    Asynchronous on the current stream. Temporaries, with R = min(num_tokens, MAX_TOKENS) * topk: R * (hidden + 2 *
-    intermediate) BF16, then R * (intermediate + hidden) BF16; FP32 pieces of the activation; the expanded weights.
+    Asynchronous on the current stream. Temporaries, with R = min(num_tokens, MAX_TOKENS) * (topk + num_shared):
+    R * (hidden + 2 * intermediate) BF16, then R * (intermediate + hidden) BF16; FP32 pieces of the activation; the
+    expanded weights.
     """
+    if isinstance(experts, PackedExperts) and experts.num_shared:
+        topk_idx, topk_weights = _with_shared(experts, topk_idx, topk_weights, shared_weights)
+        experts = replace(experts, num_experts=experts.num_experts + experts.num_shared, num_shared=0)
     for first in range(0, x.shape[0], MAX_TOKENS):
         rows = slice(first, first + MAX_TOKENS)
         _one_pass(x[rows], experts, topk_idx[rows], topk_weights[rows], out[rows])
     return out
+
+
+def _with_shared(
+    experts: PackedExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor, shared_weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights with a slot more for each shared expert: the experts behind the routed ones."""
+    size = (len(topk_idx), experts.num_shared)
+    ids = torch.arange(experts.num_shared, dtype=topk_idx.dtype, device=topk_idx.device) + experts.num_experts
+    # An id that names no routed expert must not come to name a shared one.
+    routed = topk_idx.masked_fill(topk_idx >= experts.num_experts, -1)
+    gate = topk_weights.new_ones(size) if shared_weights is None else shared_weights[:, None].expand(size)
+    return torch.cat((routed, ids.expand(size)), 1), torch.cat((topk_weights, gate.to(topk_weights.dtype)), 1)
 
 
 def precompile(experts: Experts | PackedExperts, index_dtype: torch.dtype, device: torch.device) -> None:

@@ -589,7 +589,7 @@ struct Consumer {
             if (kShared == 0 || slot < kTopk)
                 weight = ld_routing(args.gmem_topk_weights + token * args.weights_stride + slot);
             else if (args.gmem_shared_weights != nullptr)
-                weight = ld_routing(args.gmem_shared_weights + token * args.shared_weights_stride + slot - kTopk);
+                weight = ld_routing(args.gmem_shared_weights + token * args.shared_weights_stride);
             smem.weights[p] = weight;
         }
         // Seen by all consumers behind the barrier that ends a panel of down.

@@ -243,7 +243,7 @@ def kernel_spec(sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, config: Co
 
 def sizes_of(packed: PackedExperts, topk: int) -> Sizes:
     """The sizes of these experts."""
-    return Sizes(packed.format, packed.hidden, packed.intermediate, packed.num_experts, topk)
+    return Sizes(packed.format, packed.hidden, packed.intermediate, packed.num_experts, topk, packed.num_shared)
 
 
 def precompile(packed: PackedExperts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
@@ -262,18 +262,21 @@ def moe_tile(
     topk_weights: torch.Tensor,
     out: torch.Tensor,
     config: Config | None = None,
+    shared_weights: torch.Tensor | None = None,
 ) -> None:
-    """The layer on the current stream, a launch for each MAX_PAIRS // topk tokens. Arguments as in `moe_warp`.
+    """The layer on the current stream, a launch for each MAX_PAIRS // pairs_a_token tokens. Arguments as in `moe_warp`.
 
     Args:
         config: how the kernel is built; None for what fits the batch.
+        shared_weights: FP32 [num_tokens], of every shared expert; None for 1.
     """
     num_tokens, topk = topk_idx.shape
     sizes = sizes_of(packed, topk)
     at_once = (MAX_PAIRS if config is None else config.pairs) // sizes.pairs_a_token
     for first in range(0, num_tokens, at_once):
         rows = slice(first, first + at_once)
-        _launch(x[rows], packed, topk_idx[rows], topk_weights[rows], out[rows], sizes, config)
+        gate = None if shared_weights is None else shared_weights[rows]
+        _launch(x[rows], packed, topk_idx[rows], topk_weights[rows], gate, out[rows], sizes, config)
 
 
 def _launch(
@@ -281,6 +284,7 @@ def _launch(
     packed: PackedExperts,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
+    shared_weights: torch.Tensor | None,
     out: torch.Tensor,
     sizes: Sizes,
     config: Config | None,
@@ -310,8 +314,8 @@ def _launch(
                     topk_idx.stride(0),
                     topk_weights.data_ptr(),
                     topk_weights.stride(0),
-                    0,
-                    0,
+                    pointer(shared_weights),
+                    0 if shared_weights is None else shared_weights.stride(0),
                     int32(len(x)),
                     packed.w13.records.data_ptr(),
                     packed.w13.matrix_scale.data_ptr(),

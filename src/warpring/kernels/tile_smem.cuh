@@ -128,7 +128,7 @@ struct Args {
     int64_t idx_stride;
     const float* gmem_topk_weights;
     int64_t weights_stride;
-    const float* gmem_shared_weights;  // [token][shared], or null: 1
+    const float* gmem_shared_weights;  // [token], of every shared expert, or null: 1
     int64_t shared_weights_stride;
     int32_t num_tokens;
     const uint8_t *gmem_w13, *gmem_w2;
