@@ -89,7 +89,7 @@ def specs_of(shape: LayerShape, format: str, index_dtype: torch.dtype) -> list[K
     rows = [] if format == "bf16" else [expand.rows_spec(format, cols) for cols in sizes[:2]]
     return [
         *warp.kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all(),
-        *tile.kernel_specs(format, *sizes, shape.topk, index_dtype, gate_fn).all(),
+        *tile.all_specs(tile.Sizes(format, *sizes, shape.topk), index_dtype, gate_fn),
         *rows,
         expand.panels_spec(format, shape.hidden, num_halves=2),
         expand.panels_spec(format, shape.intermediate, num_halves=1),
