@@ -17,12 +17,16 @@ struct UsedStage {
 
 template <int N, class Format, bool kSecond>
 struct Products {
-    static constexpr int kGroupColumns = kSecond ? 64 : 128;
-    static constexpr int kSteps = kGroupColumns / 32;
+    // Columns that share a token's scale have sums of their own. Two of the second GEMM's share all that goes with a group
+    // where registers are left for both.
+    static constexpr int kScaleColumns = kSecond ? 64 : 128;
+    static constexpr int kParts = kSecond && N < (kFp8 ? 64 : 32) ? 2 : 1;
+    static constexpr int kGroupColumns = kParts * kScaleColumns;
+    static constexpr int kSteps = kGroupColumns / 32, kPartSteps = kScaleColumns / 32;
     static constexpr int kGroupsOfChunk = kChunkColumns / kGroupColumns;
     static constexpr int kGroupsOfStage = kStageColumns / kGroupColumns;
-    static constexpr int kGroups = kSecond ? kNeuronTasks : kHiddenPadded / kGroupColumns;
-
+    static constexpr int kAllParts = kSecond ? kNeuronTasks : kHiddenPadded / kScaleColumns;
+    static constexpr int kGroups = ceil_div(kAllParts, kParts), kLastParts = kAllParts - (kGroups - 1) * kParts;
     static constexpr int kAtOnce = 4;               // groups that are code of their own
     static constexpr bool kAhead = kFp8 || N < 64;  // registers are left to load codes and scales ahead
     static_assert(kAtOnce % kGroupsOfStage == 0, "a turn of the loop begins with a stage");
@@ -37,13 +41,17 @@ struct Products {
 
     Consumer& me;
     float sum[N / 2];
-    float part[2][N / 2];
+    float part[2][kParts][N / 2];
     uint32_t a[2][kSteps][kStepRegisters];
     Group groups[kAtOnce];
 
     __device__ __forceinline__ explicit Products(Consumer& consumer) : me(consumer) {
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) sum[i] = part[0][i] = part[1][i] = 0.f;
+        for (int i = 0; i < N / 2; ++i) {
+            sum[i] = 0.f;
+#pragma unroll
+            for (int p = 0; p < kParts; ++p) part[0][p][i] = part[1][p][i] = 0.f;
+        }
     }
 
     // Loads the codes of group g, if registers are left while the one before is multiplied.
@@ -59,15 +67,16 @@ struct Products {
         if (kPlace == kGroupsOfStage - 1 || last) me.ring.advance();
     }
 
-    // Starts the products of group g.
-    template <int g>
+    // Starts the products of `parts` parts of group g.
+    template <int g, int parts>
     __device__ __forceinline__ void start() {
         constexpr int kPlace = g % kGroupsOfStage, b = g % 2;
         groups[g].codes.decode(smem_start(), groups[g].rows, g % kGroupsOfChunk * kSteps, a[b]);
         const uint64_t image = b_descriptor(groups[g].stage.address + kImageAt, N);
         warpgroup_arrive();
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) multiply(part[b], a[b][s], image, kPlace * kSteps + s, s > 0);
+        for (int s = 0; s < parts * kPartSteps; ++s)
+            multiply(part[b][s / kPartSteps], a[b][s], image, kPlace * kSteps + s, s % kPartSteps > 0);
         warpgroup_commit();
     }
 
@@ -84,26 +93,33 @@ struct Products {
     }
 
     // What the tokens of group g are multiplied by: those of this lane's columns.
-    template <int g>
-    __device__ __forceinline__ void load_scales(float (&x)[N / 4]) const {
-        const uint32_t scales =
-            groups[g].stage.address + kScalesAt + (kFp8 || kSecond ? g % kGroupsOfStage : 0) * kBlockM * 4;
+    template <int g, int parts>
+    __device__ __forceinline__ void load_scales(float (&x)[kParts][N / 4]) const {
+        constexpr int kFirst = kFp8 || kSecond ? g % kGroupsOfStage * kParts : 0;
+        const uint32_t scales = groups[g].stage.address + kScalesAt + kFirst * kBlockM * 4;
 #pragma unroll
-        for (int j = 0; j < N / 8; ++j) {
-            const uint2 bits = ld_shared_64(scales + (8 * j + 2 * (me.lane % 4)) * 4);
-            x[2 * j] = __uint_as_float(bits.x), x[2 * j + 1] = __uint_as_float(bits.y);
-        }
+        for (int p = 0; p < parts; ++p)
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j) {
+                const uint2 bits = ld_shared_64(scales + (p * kBlockM + 8 * j + 2 * (me.lane % 4)) * 4);
+                x[p][2 * j] = __uint_as_float(bits.x), x[p][2 * j + 1] = __uint_as_float(bits.y);
+            }
     }
 
     // Adds the finished sums of group g.
-    template <int g, bool kMayBeLast>
-    __device__ __forceinline__ void finish(const float (&x)[N / 4], bool last) {
+    template <int g, int parts, bool kMayBeLast>
+    __device__ __forceinline__ void finish(const float (&x)[kParts][N / 4], bool last) {
         const Group& group = groups[g];
-        float(&own)[N / 2] = part[g % 2];
-        hold(own);
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i)
-            sum[i] = fmaf(own[i], (i % 4 < 2 ? group.rows.low : group.rows.high) * x[i / 4 * 2 + i % 2], sum[i]);
+        for (int p = 0; p < parts; ++p) {
+            float(&own)[N / 2] = part[g % 2][p];
+            hold(own);
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) {
+                const float row = i % 4 < 2 ? group.rows.low : group.rows.high;
+                sum[i] = fmaf(own[i], row * x[p][i / 4 * 2 + i % 2], sum[i]);
+            }
+        }
         // No branch on what is known at run time: behind one the compiler takes the lanes for being at different stages.
         constexpr bool kEnd = g % kGroupsOfStage == kGroupsOfStage - 1;
         if constexpr (kEnd || kMayBeLast) {
@@ -115,34 +131,35 @@ struct Products {
     // `count` groups, one behind the other: while one is on the tensor cores the next is decoded, and the one behind that
     // is loaded. At the end none is: products in flight over the end of a loop are beyond what the compiler follows, it
     // would run all of them one at a time.
-    template <int count, int g = 0>
+    template <int count, int last_parts, int g = 0>
     __device__ __forceinline__ void run_some(bool last) {
-        float x[N / 4];
+        constexpr int kOwnParts = g + 1 == count ? last_parts : kParts;
+        float x[kParts][N / 4];
         if constexpr (g == 0 || !kAhead) fetch<g>(last && g + 1 == count);
-        if constexpr (g > 0 && kAhead) load_scales<g - 1>(x);
-        start<g>();
+        if constexpr (g > 0 && kAhead) load_scales<g - 1, kParts>(x);
+        start<g, kOwnParts>();
         if constexpr (g + 1 < count && kAhead) fetch<g + 1>(last && g + 2 == count);
         if constexpr (g > 0) {
             warpgroup_wait<1>();
-            if constexpr (!kAhead) load_scales<g - 1>(x);
-            finish<g - 1, false>(x, false);
+            if constexpr (!kAhead) load_scales<g - 1, kParts>(x);
+            finish<g - 1, kParts, false>(x, false);
         }
         if constexpr (g + 1 < count) {
-            run_some<count, g + 1>(last);
+            run_some<count, last_parts, g + 1>(last);
         } else {
             warpgroup_wait<0>();
-            load_scales<g>(x);
-            finish<g, true>(x, last);
+            load_scales<g, kOwnParts>(x);
+            finish<g, kOwnParts, true>(x, last);
         }
     }
 
     // All of the task's groups. The last ones are code of their own, unless they fill a turn of the loop and a register
     // is left for its counter.
     __device__ __forceinline__ void run() {
-        constexpr bool kAllInLoop = kGroups % kAtOnce == 0 && N < 64;
+        constexpr bool kAllInLoop = kGroups % kAtOnce == 0 && kLastParts == kParts && N < 64;
         constexpr int kRest = kAllInLoop ? 0 : (kGroups - 1) % kAtOnce + 1, kInLoop = kGroups - kRest;
 #pragma unroll 1
-        for (int i = 0; i < kInLoop; i += kAtOnce) run_some<kAtOnce>(kAllInLoop && i == kInLoop - kAtOnce);
-        if constexpr (!kAllInLoop) run_some<kRest>(true);
+        for (int i = 0; i < kInLoop; i += kAtOnce) run_some<kAtOnce, kParts>(kAllInLoop && i == kInLoop - kAtOnce);
+        if constexpr (!kAllInLoop) run_some<kRest, kLastParts>(true);
     }
 };
