@@ -200,6 +200,9 @@ struct ColumnRing {
     __device__ __forceinline__ static int place(int slot) { return slot < kSlotsOfRing ? slot : slot - kSlotsOfRing; }
 };
 
+// Few tokens: all rows of x stay, each at the place of its token.
+__device__ __forceinline__ bool holds_all_rows(const Args& args) { return args.num_tokens <= kXSlots; }
+
 // Says for the whole warp that what its lanes fetched, and lane 0 wrote, is there once the copies have come.
 __device__ __forceinline__ void arrive_fetched(uint64_t& barrier) {
     const uint32_t smem_barrier = smem_address(&barrier);
@@ -223,7 +226,18 @@ struct Stager {
         x_ring.free_slots += smem.columns_of_group[groups_back % kQueue];
         ++groups_back;
     }
+    __device__ __forceinline__ void fetch_all_rows() const {
+#pragma unroll 1
+        for (int t = 0; t < args.num_tokens; ++t)
+            fetch_column<kXBytes>(smem_address(smem.columns) + t * kXStride, args.gmem_x + t * args.x_stride, lane);
+    }
     __device__ __forceinline__ void gate_up(Group& group, uint64_t& staged) {
+        if (holds_all_rows(args)) {
+            if (lane == 0) smem.columns_of_group[num_groups % kQueue] = 0;
+            if (num_groups == 0) fetch_all_rows();
+            arrive_fetched(staged);
+            return;
+        }
         const Wanted wanted(smem.routing, group.entry);
         while (x_ring.free_slots < wanted.count) take_group_back();
         const int slot = x_ring.take(wanted.count);
@@ -434,14 +448,14 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(Smem& s, const Args& a, int w, int l) : smem(s), args(a), warp(w), lane(l) {}
 
-    template <int kTiles>
-    __device__ __forceinline__ Columns<kTiles> columns(int base, int slot, int count, int num_slots, int stride) const {
+    // Where a lane's activations start; `place_of` gives the place of a column, among those of `stride` bytes.
+    template <int kTiles, class PlaceOf>
+    __device__ __forceinline__ Columns<kTiles> columns(int count, int stride, const PlaceOf& place_of) const {
         Columns<kTiles> found;
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-            const int own = slot + min(t * kColumns + lane / 4, count - 1);
-            found.smem[t] = smem_address(smem.columns) + (base + (own < num_slots ? own : own - num_slots)) * stride + lane % 4 * 16;
-        }
+        for (int t = 0; t < kTiles; ++t)
+            found.smem[t] =
+                smem_address(smem.columns) + place_of(min(t * kColumns + lane / 4, count - 1)) * stride + lane % 4 * 16;
         return found;
     }
 
@@ -459,7 +473,10 @@ struct Consumer {
     template <int kTiles>
     __device__ __forceinline__ void gate_up(const Group& group, const Wanted& wanted) {
         const int g = lane / 4, q = lane % 4, team = warp / kSplit, share = warp % kSplit;
-        const Columns<kTiles> staged = columns<kTiles>(0, group.slot, wanted.count, kXSlots, kXStride);
+        const Columns<kTiles> staged = columns<kTiles>(wanted.count, kXStride, [&](int column) {
+            if (holds_all_rows(args)) return wanted.smem_pairs[column] / kSlots;
+            return ColumnRing<kXSlots>::place(group.slot + column);
+        });
         constexpr int kScaleCols = ceil_div(kHidden, 128), kScaleRows = ceil_div(kIntermediate, 128);
 #pragma unroll 1
         for (int panel = group.first; panel < group.first + group.count; ++panel) {
@@ -510,7 +527,9 @@ struct Consumer {
         constexpr int kScaleCols = ceil_div(kIntermediate, 128), kScaleRows = ceil_div(kHidden, 128);
         if constexpr (Format::kBlockScale)  // 16 rows lie in one block of 128
             gmem_scale = args.gmem_w2_block_scale + (int64_t(wanted.expert) * kScaleRows + panel * 16 / 128) * kScaleCols;
-        const Columns<kTiles> staged = columns<kTiles>(stager * kOwnActSlots, slot, wanted.count, kOwnActSlots, kActStride);
+        const Columns<kTiles> staged = columns<kTiles>(wanted.count, kActStride, [&](int column) {
+            return stager * kOwnActSlots + ColumnRing<kOwnActSlots>::place(slot + column);
+        });
         Sums<kTiles> sums;
 #pragma unroll 1
         for (int unit = 0; unit < kDownUnits; ++unit, down_ring.next())
