@@ -347,6 +347,18 @@ class PackedExperts(LayerBytes):
         """Bytes that one expert's work must read at least once, routed or shared: codes, scales, biases."""
         return self.nbytes // (self.num_experts + self.num_shared)
 
+    def some(self, first: int, last: int) -> PackedExperts:
+        """Experts [first, last), the shared ones counted behind the routed ones, as routed ones that share storage."""
+        return replace(
+            self,
+            w13=self.w13.map(lambda t: t[first:last]),
+            w2=self.w2.map(lambda t: t[first:last]),
+            num_experts=last - first,
+            w13_bias=None if self.w13_bias is None else self.w13_bias[first:last],
+            w2_bias=None if self.w2_bias is None else self.w2_bias[first:last],
+            num_shared=0,
+        )
+
     def to(self, device: torch.device | str) -> PackedExperts:
         """The same experts on another device."""
         return replace(
@@ -406,37 +418,34 @@ def unpack_experts(packed: PackedExperts) -> Experts:
 
     Where only the shared experts had a bias, these have one of zeros.
     """
-    return _unpack_some(packed, 0, packed.num_experts)
+    return _unpack(packed.some(0, packed.num_experts) if packed.num_shared else packed)
 
 
 def unpack_shared(packed: PackedExperts) -> Experts | None:
     """The shared experts in the same way, cut to the routed experts' width as `pack_experts` did; None without any."""
     if not packed.num_shared:
         return None
-    return _unpack_some(packed, packed.num_experts, packed.num_experts + packed.num_shared)
+    return _unpack(packed.some(packed.num_experts, packed.num_experts + packed.num_shared))
 
 
-def _unpack_some(packed: PackedExperts, first: int, last: int) -> Experts:
-    w13_bias, w2_bias = packed.w13_bias, packed.w2_bias
-    if packed.num_shared:
-        w13_bias = None if w13_bias is None else w13_bias[first:last]
-        w2_bias = None if w2_bias is None else w2_bias[first:last]
+def _unpack(packed: PackedExperts) -> Experts:
     return Experts(
-        _unpack_in_pieces(packed.w13, packed.format, first, last),
-        _unpack_in_pieces(packed.w2, packed.format, first, last),
+        _unpack_in_pieces(packed.w13, packed.format),
+        _unpack_in_pieces(packed.w2, packed.format),
         packed.activation,
-        w13_bias,
-        w2_bias,
+        packed.w13_bias,
+        packed.w2_bias,
     )
 
 
-def _unpack_in_pieces(packed: PackedMatrix, format: str, first: int, last: int) -> QuantizedTensor:
+def _unpack_in_pieces(packed: PackedMatrix, format: str) -> QuantizedTensor:
+    num_experts = packed.records.shape[0]
     pieces = [
-        unpack(packed.map(lambda t, start=start: t[start : min(start + _PACKED_AT_ONCE, last)]), format)
-        for start in range(first, last, _PACKED_AT_ONCE)
+        unpack(packed.map(lambda t, first=first: t[first : first + _PACKED_AT_ONCE]), format)
+        for first in range(0, num_experts, _PACKED_AT_ONCE)
     ]
     tensors = [torch.cat(parts) for parts in zip(*(piece.tensors() for piece in pieces), strict=True)]
-    return QuantizedTensor(format, (last - first, *pieces[0].shape[1:]), *tensors)
+    return QuantizedTensor(format, (num_experts, *pieces[0].shape[1:]), *tensors)
 
 
 def _experts_of(stored: QuantizedTensor, which: slice) -> QuantizedTensor:

@@ -13,6 +13,7 @@ from moe_inputs import Inputs, make_inputs, rms_rel_error, rows_of
 from warpring import Experts, moe_exact, pack_experts
 from warpring.formats import FORMATS
 from warpring.kernels import tile
+from warpring.runtime.jit import compile_kernel
 
 pytestmark = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
 
@@ -57,6 +58,19 @@ def check(y: torch.Tensor, inputs: Inputs, shared: Experts, gate: torch.Tensor |
     weight = torch.ones(size) if gate is None else gate[:, None].expand(size)
     exact = moe_exact(*inputs.args()) + moe_exact(inputs.x, shared, torch.arange(size[1]).expand(size), weight)
     assert rms_rel_error(y, exact) < 4e-3
+
+
+@pytest.mark.parametrize("num_shared", [1, 8])
+def test_kernel_compiles_within_its_budget(num_shared: int) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
+    for format in ("mxfp8", "mxfp4"):
+        sizes = tile.Sizes(format, 2048, 512, 512, 10, num_shared)
+        for num_pairs in (sizes.pairs_a_token, tile.MAX_PAIRS):
+            spec = tile.kernel_spec(sizes, torch.int64, "silu", tile.config_for(sizes, num_pairs))
+            cubin = compile_kernel(spec, "sm_90a")
+            assert cubin.registers <= 128
+            assert cubin.spill_bytes == 0
+            assert cubin.smem_bytes + spec.dynamic_smem_bytes <= tile.CTA_SMEM_BYTES
 
 
 @pytest.mark.parametrize("format", FORMATS)

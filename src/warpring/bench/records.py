@@ -92,6 +92,17 @@ SCHEMA: dict[str, dict[str, Field]] = {
         "fraction_of_peak": _FLOAT,
         "launches": _INT,
     },
+    "shared": {
+        "path": _PATH,
+        "num_tokens": _INT,
+        "topk": _INT,
+        "routing": Field(str, ROUTINGS),
+        "num_shared": _INT,
+        "shared_expert": Field(str, ("none", "fused", "separate")),
+        "unique_bytes": _INT,
+        "fraction_of_peak": _FLOAT,
+        "launches": _INT,
+    },
     "accuracy": {
         "path": _PATH,
         "num_tokens": _INT,
@@ -175,6 +186,7 @@ SCHEMA: dict[str, dict[str, Field]] = {
 _REQUIRED_COMMON = ("bench", "impl", "torch", "commit", "date")
 REQUIRED: dict[str, tuple[str, ...]] = {
     "decode": ("model", "format", "num_tokens", "topk", "routing", "p50_us", "unique_bytes"),
+    "shared": ("model", "format", "path", "num_tokens", "num_shared", "shared_expert", "p50_us", "unique_bytes"),
     "accuracy": ("model", "format", "path", "num_tokens", "inputs", "cosine_min", "max_abs_diff", "rms_rel_error"),
     "end_to_end": ("model", "format", "batch", "tokens_per_s"),
     "profile": ("model", "format", "path", "num_tokens", "kernel", "p50_us", "dram_gbs", "registers", "spill_bytes"),

@@ -21,6 +21,7 @@ from warpring.bench.cores_tables import CORES_TABLES
 from warpring.bench.ep_tables import EP_TABLES
 from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import FORMATS, Record, load, newest
+from warpring.bench.shared import shared_table
 from warpring.errors import ArgumentError
 
 #: What the decode tables show.
@@ -212,6 +213,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "peers": peers,
     "end-to-end": end_to_end,
     "ncu": ncu,
+    "shared": shared_table,
     **CORES_TABLES,
     **EP_TABLES,
 }
