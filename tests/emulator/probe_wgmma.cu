@@ -22,7 +22,6 @@ extern "C" __global__ void multiplies_warpgroup(const uint8_t* a, const uint8_t*
         if (swizzle) at ^= (at / 128 % (atom_bytes / 16)) * 16;
         *reinterpret_cast<uint4*>(smem_b + at) = *reinterpret_cast<const uint4*>(b + column * kRowBytes + byte);
     }
-    fence_proxy_async();
     __syncthreads();
     float d[COLUMNS / 2];
     for (int i = 0; i < COLUMNS / 2; ++i) d[i] = c[(row + i % 4 / 2 * 8) * COLUMNS + i / 4 * 8 + q * 2 + i % 2];

@@ -28,7 +28,6 @@ extern "C" __global__ void feed_ring(const EpParams params, const int32_t* gmem_
         copy(&ring_info(params, place.slot), gmem_infos + b * int64_t(sizeof(RingInfo)), sizeof(RingInfo));
         copy(ring_x(params, place.slot), gmem_images + b * kRingXSlotBytes, kRingXSlotBytes);
         copy(ring_x_scale(params, place.slot), gmem_scales + int64_t(b) * kScales * kBlockM, kScales * kBlockM * 4);
-        fence_proxy_async();
         __syncthreads();
         if (threadIdx.x == 0) st_release_gpu_u32(params.gmem_l1_full + place.slot, place.use + 1);
     }

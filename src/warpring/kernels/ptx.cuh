@@ -234,7 +234,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t smem_barrier,
 }
 
 // A bulk copy into shared memory whose bytes were announced by mbarrier_arrive_expect_tx. Read through the async proxy:
-// what generic stores of other threads wrote needs fence_proxy_async() behind the acquire.
+// what generic stores of other threads wrote needs fence_proxy_async_global() behind the acquire.
 __device__ __forceinline__ void bulk_copy(uint32_t smem_dst, const void* gmem_src, uint32_t bytes,
                                           uint32_t smem_barrier) {
     asm volatile(

@@ -4,7 +4,7 @@
 // flag that a peer writes or reads needs sys on both sides. Cumulativity: after a barrier of the CTA, one thread's release
 // also publishes what the other threads wrote before the barrier, and after one thread's acquire a barrier hands what it
 // saw to the others. Proxies: only generic loads and stores are ordered; data that a bulk copy (TMA) will read need
-// fence_proxy_async() before it as well.
+// fence_proxy_async_global() before it as well.
 #pragma once
 #include "ptx.cuh"
 
@@ -123,11 +123,9 @@ __device__ __forceinline__ uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uin
 
 // ---- fences and clocks ---------------------------------------------------------------------------------------------
 
-// Orders generic accesses before bulk copies (async proxy) that start later. One on the way from the write to the copy is
-// enough: for data behind a flag, the reader's, between its acquire and its copy. It costs a wait for own stores.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
-// The same for global memory alone: for copies out of it. It waits for nothing but itself.
+// Orders generic accesses to global memory before bulk copies (async proxy) out of it that start later. One on the way from
+// the write to the copy is enough: for data behind a flag, the reader's, between its acquire and its copy. Without the state
+// space in its name it would also wait for all of this thread's stores.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Nanoseconds of the GPU's clock; its steps can be as coarse as a microsecond. Good for bounds, not for timing a wait.
