@@ -13,6 +13,7 @@
 # ncu          1.5                  profile.jsonl: what bounds each kernel (needs ncu, and root or open counters)
 # classical    2                    decode.jsonl: the classical path beside warp and tile, for README's table
 # grouped      3                    grouped.jsonl: batches beyond decode, of which crossovers are made
+# shared       1                    shared.jsonl: shared experts fused, and as a layer of their own
 # accuracy     1                    accuracy.jsonl: every path against FP64
 #
 # Minutes are estimates until a run has confirmed them. A step's output is in build/gpu_session/STEP.log. A step that
@@ -21,8 +22,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-ALL=(compile decode peers end_to_end ncu classical grouped accuracy)
-declare -A SHARE=([compile]=30 [decode]=180 [peers]=100 [end_to_end]=180 [ncu]=80 [classical]=90 [grouped]=150 [accuracy]=60)
+ALL=(compile decode peers end_to_end ncu classical grouped shared accuracy)
+declare -A SHARE=([compile]=30 [decode]=180 [peers]=100 [end_to_end]=180 [ncu]=80 [classical]=90 [grouped]=150 [shared]=60 [accuracy]=60)
 STATE="${STATE:-build/gpu_session}"
 RESULTS="${RESULTS:-bench/results}"
 if [ -z "${PYTHON:-}" ]; then PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
@@ -33,7 +34,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --within) within="$2"; shift ;;
     --again) again=yes ;;
-    -h | --help) sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,24s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *)
       if [ -z "${SHARE[$1]:-}" ]; then echo "no step is called '$1'; there are: ${ALL[*]}" >&2; exit 2; fi
       steps+=("$1") ;;
@@ -54,6 +55,7 @@ run_step() {
     ncu) "$PYTHON" bench/ncu_profile.py --output "$RESULTS/profile.jsonl" ;;
     classical) "$PYTHON" bench/decode.py --output "$RESULTS/decode.jsonl" --time-budget "$budget" ;;
     grouped) "$PYTHON" bench/grouped.py --output "$RESULTS/grouped.jsonl" --time-budget "$budget" ;;
+    shared) "$PYTHON" bench/shared.py --output "$RESULTS/shared.jsonl" ;;
     accuracy) "$PYTHON" -m warpring verify --jsonl "$RESULTS/accuracy.jsonl" ;;
   esac
 }

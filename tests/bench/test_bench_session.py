@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu_session.sh"
-STEPS = ["compile", "decode", "peers", "end_to_end", "ncu", "classical", "grouped", "accuracy"]
+STEPS = ["compile", "decode", "peers", "end_to_end", "ncu", "classical", "grouped", "shared", "accuracy"]
 
 
 class Session:
@@ -58,7 +58,7 @@ def test_all_steps_run_in_order_into_one_folder(session: Session, tmp_path: Path
     outputs = re.findall(r"(?:--output|--jsonl) (\S+)", "\n".join(called))
     assert outputs == [
         f"{tmp_path}/results/{name}.jsonl"
-        for name in ("decode", "peers", "end_to_end", "profile", "decode", "grouped", "accuracy")
+        for name in ("decode", "peers", "end_to_end", "profile", "decode", "grouped", "shared", "accuracy")
     ]
 
 
