@@ -246,13 +246,20 @@ def sizes_of(packed: PackedExperts, topk: int) -> Sizes:
     return Sizes(packed.format, packed.hidden, packed.intermediate, packed.num_experts, topk, packed.num_shared)
 
 
+def all_specs(
+    sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, num_sms: int = NUM_SMS
+) -> tuple[KernelSpec, ...]:
+    """The kernels of every batch."""
+    configs = (config_for(sizes, pairs, num_sms) for pairs in _PAIR_CLASSES)
+    return tuple(kernel_spec(sizes, index_dtype, gate_fn, config) for config in configs)
+
+
 def precompile(packed: PackedExperts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the kernels of every batch, so that a later call can be captured."""
     sizes, index = sizes_of(packed, topk), index_of(device)
     num_sms = torch.cuda.get_device_properties(index).multi_processor_count
-    for pairs in _PAIR_CLASSES:
-        config = config_for(sizes, pairs, num_sms)
-        load(kernel_spec(sizes, index_dtype, packed.activation.gate_fn, config), index)
+    for spec in all_specs(sizes, index_dtype, packed.activation.gate_fn, num_sms):
+        load(spec, index)
 
 
 def moe_tile(

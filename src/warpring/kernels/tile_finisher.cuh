@@ -1,0 +1,91 @@
+// tile_finisher.cuh   The shares of gate_up become activations.
+#pragma once
+#include "activation.cuh"
+#include "tile_smem.cuh"
+
+// What finishing one neuron takes.
+struct Neuron {
+    float gate_scale, up_scale, gate_bias, up_bias;
+
+    __device__ __forceinline__ Neuron(const Args& args, int64_t expert, int neuron) {
+        const int64_t gate = expert * 2 * kIntermediate + neuron, up = gate + kIntermediate;
+        gate_scale = args.gmem_w13_matrix_scale[expert * 2];
+        up_scale = args.gmem_w13_matrix_scale[expert * 2 + 1];
+        if (args.gmem_w13_row_scale != nullptr) {
+            gate_scale *= args.gmem_w13_row_scale[gate];
+            up_scale *= args.gmem_w13_row_scale[up];
+        }
+        gate_bias = args.gmem_w13_bias != nullptr ? args.gmem_w13_bias[gate] : 0.f;
+        up_bias = args.gmem_w13_bias != nullptr ? args.gmem_w13_bias[up] : 0.f;
+    }
+};
+
+struct Finisher {
+    Smem& smem;
+    const Args& args;
+    int finisher, lane;
+    Turn<kShares> turn;
+
+    __device__ __forceinline__ Finisher(Smem& s, const Args& a, int f, int l) : smem(s), args(a), finisher(f), lane(l) {}
+
+    // Lane 8 p + r has neuron r of the panel, columns 2 p and 2 p + 1 of a tile.
+    __device__ __forceinline__ void panel(const Wanted& wanted, const Neuron& constants, int neuron) {
+        const int row = lane % 8, column = lane / 8 * 2;
+#pragma unroll 1
+        for (int base = 0; base < wanted.count; base += kColumns) {
+            wait(smem.barriers.shares_full[finisher][turn.stage], turn.parity);
+            float2 gate = {0.f, 0.f}, up = {0.f, 0.f};
+#pragma unroll
+            for (int w = 0; w < kSplit; ++w) {
+                const float(&share)[16][kColumns] = smem.shares[finisher][turn.stage][w];
+                const float2 g = *reinterpret_cast<const float2*>(&share[row][column]);
+                const float2 u = *reinterpret_cast<const float2*>(&share[row + 8][column]);
+                gate.x += g.x, gate.y += g.y;
+                up.x += u.x, up.y += u.y;
+            }
+            arrive_warp(smem.barriers.shares_empty[finisher][turn.stage]);
+            turn.next();
+            activate(wanted, constants, neuron, base + column, gate.x, up.x);
+            activate(wanted, constants, neuron, base + column + 1, gate.y, up.y);
+        }
+    }
+    __device__ __forceinline__ void activate(const Wanted& wanted, const Neuron& constants, int neuron, int column, float gate,
+                                             float up) {
+        if (column >= wanted.count) return;
+        const float g = fmaf(gate, constants.gate_scale, constants.gate_bias);
+        const float u = fmaf(up, constants.up_scale, constants.up_bias);
+        args.gmem_act[int64_t(wanted.smem_pairs[column]) * kIntermediate + neuron] =
+            cvt_f32_bf16(gated_activation(g, u, {args.alpha, args.limit, args.up_offset}));
+    }
+
+    // Its panels of a group; `panels` came before the group.
+    __device__ __forceinline__ void gate_up(const Group& group, int panels) {
+        const Wanted wanted(smem.routing, group.entry);
+        const int skipped = (finisher - panels % kFinishers + kFinishers) % kFinishers;
+        const int end = (group.first + group.count) * 8;
+        int neuron = (group.first + skipped) * 8 + lane % 8;
+        if (neuron >= end) return;
+        Neuron next(args, wanted.expert, neuron);
+#pragma unroll 1
+        for (; neuron < end; neuron += kFinishers * 8) {
+            const Neuron constants = next;
+            next = Neuron(args, wanted.expert, min(neuron + kFinishers * 8, kIntermediate - 1));  // on its way meanwhile
+            panel(wanted, constants, neuron);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        Turn<kQueue> queue;
+        int panels = 0;
+        while (true) {
+            wait(smem.barriers.staged[queue.stage], queue.parity);
+            const Group group = smem.group[queue.stage];
+            if (group.entry == kEnd) return;
+            if (group.entry >= 0) gate_up(group, panels);
+            panels += group.count;
+            arrive_warp(smem.barriers.activated[queue.stage]);
+            arrive_warp(smem.barriers.done[queue.stage]);
+            queue.next();
+        }
+    }
+};

@@ -1,0 +1,158 @@
+// tile_producer.cuh   Takes tickets and requests weights: the first producer leads and streams gate_up, all of them serve
+// the consumers of down, a lane for each.
+#pragma once
+#include "sync_ptx.cuh"
+#include "tile_smem.cuh"
+
+// What a ticket stands for. gate_up's panels are given out in rounds of gridDim.x tickets, for three quarters of
+// what the round before left, and at last for a panel each: few groups, and CTAs that end together.
+struct Tickets {
+    int num_panels, size, base_panel = 0;
+    uint32_t base_ticket = 0;
+
+    __device__ __forceinline__ explicit Tickets(int panels) : num_panels(panels) { resize(); }
+    __device__ __forceinline__ void resize() { size = max(1, (num_panels - base_panel) * 3 / int(4 * gridDim.x)); }
+    // Panels [first, last) of gate_up; or false, and the unit of down in `first`. Tickets of a caller grow.
+    __device__ __forceinline__ bool range(uint32_t ticket, int& first, int& last) {
+        while (ticket - base_ticket >= gridDim.x && base_panel + size * int(gridDim.x) < num_panels) {
+            base_panel += size * int(gridDim.x);
+            base_ticket += gridDim.x;
+            resize();
+        }
+        const uint32_t in_round = ticket - base_ticket, left = ceil_div(num_panels - base_panel, size);
+        first = base_panel + int(in_round) * size;
+        last = min(first + size, num_panels);
+        if (first < num_panels) return true;
+        first = int(in_round - left);
+        return false;
+    }
+};
+
+struct Producer {
+    Smem& smem;
+    const Args& args;
+    int producer, lane;
+    Turn<kQueue> queue;
+    int panels = 0, items = 0;  // of gate_up, of down, so far
+    Turn<kStages> ring[kTeams];
+    Turn<kStages> down_ring;
+    bool in_down = false;
+
+    __device__ __forceinline__ Producer(Smem& s, const Args& a, int p, int l) : smem(s), args(a), producer(p), lane(l) {}
+
+    // A pass of a panel: a unit for each warp of a team.
+    __device__ __forceinline__ void request_pass(int team, Turn<kStages>& turn, const uint8_t* gmem) {
+        const uint32_t full = smem_address(&smem.barriers.gate_up_full[team][turn.stage]);
+        if (lane == 0) {
+            // The first pass over the ring waits for the phase before the first, which counts as complete.
+            wait(smem.barriers.gate_up_empty[team][turn.stage], turn.parity ^ 1);
+            mbarrier_arrive_expect_tx(full, kSplit * kUnitBytes);
+        }
+        __syncwarp();
+        if (lane < kSplit) bulk_copy(smem_address(smem.ring[team][turn.stage][lane]), gmem + lane * kUnitBytes, kUnitBytes, full);
+        turn.next();
+    }
+    __device__ __forceinline__ void gate_up(const Group& group) {
+        if (producer > 0) {
+            panels += group.count;
+            return;
+        }
+        const int64_t place = int64_t(smem.routing.expert[group.entry]) * kGateUpPanels + group.first;
+        const uint8_t* gmem = args.gmem_w13 + place * (kGateUpUnits * kUnitBytes);
+#pragma unroll 1
+        for (int i = 0; i < group.count; ++i, ++panels) {
+#pragma unroll 1
+            for (int pass = 0; pass < kPasses; ++pass, gmem += kSplit * kUnitBytes) {
+                if (kTeams == 1 || panels % kTeams == 0)
+                    request_pass(0, ring[0], gmem);
+                else
+                    request_pass(kTeams - 1, ring[kTeams - 1], gmem);
+            }
+        }
+    }
+    // A unit of down takes the place of units of gate_up, once these are read. They were all requested before this is called.
+    __device__ __forceinline__ void wait_for_gate_up(int team, int stage) {
+        const int used = (panels + kTeams - 1 - team) / kTeams * kPasses, uses = (used + kStages - 1 - stage) / kStages;
+        if (uses > 0) wait(smem.barriers.gate_up_empty[team][stage], (uses - 1) & 1);
+    }
+    // Units of a panel of down, for its consumer alone: a lane does it.
+    __device__ __forceinline__ void down(int unit) {
+        const Part part(smem.routing, unit / kDownPanels);
+        const int consumer = lane * kProducers + producer;
+        if (consumer < kConsumers) {
+            const int team = consumer / kSplit, share = consumer % kSplit;
+            const int skipped = (consumer - items % kConsumers + kConsumers) % kConsumers;
+#pragma unroll 1
+            for (int entry = part.first + skipped; entry < part.last; entry += kConsumers) {
+                const int64_t place = int64_t(smem.routing.expert[entry]) * kDownPanels + unit % kDownPanels;
+                const uint8_t* gmem = args.gmem_w2 + place * (kDownUnits * kDownUnitBytes);
+#pragma unroll 1
+                for (int i = 0; i < kDownUnits; ++i) {
+                    const int stage = down_ring.stage;
+                    if (!in_down) wait_for_gate_up(team, stage);
+                    wait(smem.barriers.down_empty[consumer][stage], down_ring.parity ^ 1);
+                    bulk_load(smem_address(smem.ring[team][stage][share]), gmem + i * kDownUnitBytes, kDownUnitBytes,
+                              smem_address(&smem.barriers.down_full[consumer][stage]));
+                    down_ring.next();
+                    in_down = in_down || down_ring.stage == 0;
+                }
+            }
+        }
+        items += part.last - part.first;
+        __syncwarp();
+    }
+    __device__ __forceinline__ void serve(const Group& group) {
+        if (group.entry >= 0)
+            gate_up(group);
+        else if (group.entry == kDown)
+            down(group.first);
+        arrive_warp(smem.barriers.done[queue.stage]);
+        queue.next();
+    }
+
+    // The first producer posts what all serve.
+    __device__ __forceinline__ void post(const Group& group) {
+        if (lane == 0) {
+            wait(smem.barriers.done[queue.stage], queue.parity ^ 1);
+            smem.group[queue.stage] = group;
+            mbarrier_arrive(smem_address(&smem.barriers.posted[queue.stage]));
+        }
+        __syncwarp();
+        serve(group);
+    }
+    __device__ __forceinline__ void lead(uint32_t ticket) {
+        Tickets tickets(smem.routing.num_entries * kGateUpPanels);
+        uint32_t* gmem_ticket = &args.gmem_shared->ticket;
+        while (true) {
+            int first, last;
+            uint32_t next = 0;
+            if (tickets.range(ticket, first, last)) {
+                if (lane == 0) next = atom_add_relaxed_gpu_u32(gmem_ticket, 1);  // on its way while this one is served
+                while (first < last) {
+                    const int entry = first / kGateUpPanels, panel = first % kGateUpPanels;
+                    const int count = min(kGateUpPanels - panel, last - first);
+                    post({entry, 0, panel, count});
+                    first += count;
+                }
+            } else if (first < kDownPanels * kParts) {
+                post({kDown, 0, first, 0});
+                if (lane == 0) next = atom_add_relaxed_gpu_u32(gmem_ticket, 1);  // no sooner: others may be free by then
+            } else {
+                post({kEnd, 0, 0, 0});
+                // Every CTA takes one ticket that stands for nothing; who takes the last of these cleans up.
+                if (lane == 0 && first == kDownPanels * kParts + int(gridDim.x) - 1) *gmem_ticket = 0;
+                return;
+            }
+            ticket = __shfl_sync(kFull, next, 0);
+        }
+    }
+    __device__ __forceinline__ void follow() {
+        while (true) {
+            wait(smem.barriers.posted[queue.stage], queue.parity);
+            const Group group = smem.group[queue.stage];
+            __syncwarp();
+            serve(group);
+            if (group.entry == kEnd) return;
+        }
+    }
+};

@@ -1,0 +1,172 @@
+// tile_stager.cuh   Fetches activations: the first stager x, all of them act in turns, the last one raises the flags.
+#pragma once
+#include "sync_ptx.cuh"
+#include "tile_smem.cuh"
+
+constexpr uint64_t kPatienceNs = 20'000'000'000;
+
+// Copies a column of kBytes; lanes share it.
+template <int kBytes>
+__device__ __forceinline__ void fetch_column(uint32_t smem_column, const uint16_t* gmem, int lane) {
+#pragma unroll 4
+    for (int byte = lane * 16; byte < kBytes; byte += kLanes * 16) cp_async_16(smem_column + byte, gmem + byte / 2);
+}
+
+// A ring of columns, taken in order and given back in order.
+template <int kSlotsOfRing>
+struct ColumnRing {
+    int next_slot = 0, free_slots = kSlotsOfRing;
+    __device__ __forceinline__ int take(int count) {
+        const int slot = next_slot;
+        free_slots -= count;
+        next_slot += count;
+        if (next_slot >= kSlotsOfRing) next_slot -= kSlotsOfRing;
+        return slot;
+    }
+    __device__ __forceinline__ static int place(int slot) { return slot < kSlotsOfRing ? slot : slot - kSlotsOfRing; }
+};
+
+// Few tokens: all rows of x stay, each at the place of its token.
+__device__ __forceinline__ bool holds_all_rows(const Args& args) { return args.num_tokens <= kXSlots; }
+
+// Says for the whole warp that what its lanes fetched, and lane 0 wrote, is there once the copies have come.
+__device__ __forceinline__ void arrive_fetched(uint64_t& barrier) {
+    const uint32_t smem_barrier = smem_address(&barrier);
+    cp_async_arrive(smem_barrier);
+    mbarrier_arrive(smem_barrier);
+}
+
+struct Stager {
+    Smem& smem;
+    const Args& args;
+    int stager, lane;
+    ColumnRing<kXSlots> x_ring;
+    ColumnRing<kOwnActSlots> act_ring;
+    int num_groups = 0, groups_back = 0;  // so far, and those that gave their columns back
+    int num_items = 0, items_back = 0;    // the same of this stager's panels of down
+
+    __device__ __forceinline__ Stager(Smem& s, const Args& a, int i, int l) : smem(s), args(a), stager(i), lane(l) {}
+
+    __device__ __forceinline__ void take_group_back() {
+        wait_warp(smem.barriers.done[groups_back % kQueue], groups_back / kQueue & 1);
+        x_ring.free_slots += smem.columns_of_group[groups_back % kQueue];
+        ++groups_back;
+    }
+    __device__ __forceinline__ void fetch_all_rows() const {
+#pragma unroll 1
+        for (int t = 0; t < args.num_tokens; ++t)
+            fetch_column<kXBytes>(smem_address(smem.columns) + t * kXStride, args.gmem_x + t * args.x_stride, lane);
+    }
+    __device__ __forceinline__ void gate_up(Group& group, uint64_t& staged) {
+        if (holds_all_rows(args)) {
+            if (lane == 0) smem.columns_of_group[num_groups % kQueue] = 0;
+            if (num_groups == 0) fetch_all_rows();
+            arrive_fetched(staged);
+            return;
+        }
+        const Wanted wanted(smem.routing, group.entry);
+        while (x_ring.free_slots < wanted.count) take_group_back();
+        const int slot = x_ring.take(wanted.count);
+        if (lane == 0) {
+            group.slot = slot;
+            smem.columns_of_group[num_groups % kQueue] = wanted.count;
+        }
+#pragma unroll 1
+        for (int c = 0; c < wanted.count; ++c)
+            fetch_column<kXBytes>(smem_address(smem.columns) + x_ring.place(slot + c) * kXStride,
+                                  args.gmem_x + wanted.smem_pairs[c] / kSlots * args.x_stride, lane);
+        arrive_fetched(staged);
+    }
+    // Waits for the activations of `entry`; gives how many entries from it on have theirs.
+    __device__ __forceinline__ int wait_for_act(int entry) {
+        const uint32_t* gmem_done = args.gmem_shared->panels_done + entry;
+        if (lane == 0) {
+            uint64_t start = 0;
+            for (uint32_t tries = 0; ld_acquire_gpu_u32(gmem_done) != kGateUpPanels; ++tries) {
+                if (tries % 1024 != 0) continue;
+                const uint64_t now = globaltimer_ns();
+                if (tries == 0) start = now;
+                if (now - start > kPatienceNs) __trap();
+            }
+        }
+        __syncwarp();
+        const bool exists = entry + lane < smem.routing.num_entries;
+        const bool there = exists && ld_acquire_gpu_u32(gmem_done + lane) == kGateUpPanels;
+        const uint32_t missing = ~__ballot_sync(kFull, there);
+        __syncwarp();
+        return missing == 0 ? kLanes : __ffs(int(missing)) - 1;
+    }
+    // Every kStagers-th panel, in a part of the columns that is this stager's own.
+    __device__ __forceinline__ void down(int unit, int& items) {
+        const Part part(smem.routing, unit / kDownPanels);
+        const int skipped = (stager - items % kStagers + kStagers) % kStagers;
+        int ready = part.first;
+#pragma unroll 1
+        for (int entry = part.first + skipped; entry < part.last; entry += kStagers, ++num_items) {
+            const Wanted wanted(smem.routing, entry);
+            const int item = (items + entry - part.first) % kItems, own = num_items % kOwnItems;
+            while (act_ring.free_slots < wanted.count || num_items - items_back == kOwnItems) {
+                const int back = items_back % kOwnItems;
+                wait_warp(smem.barriers.item_done[back * kStagers + stager], items_back / kOwnItems & 1);
+                act_ring.free_slots += smem.columns_of_item[back * kStagers + stager];
+                ++items_back;
+            }
+            if (entry >= ready) ready = entry + wait_for_act(entry);
+            const int slot = act_ring.take(wanted.count);
+            __syncwarp();
+            if (lane == 0) {
+                smem.item_slot[item] = slot;
+                smem.columns_of_item[own * kStagers + stager] = wanted.count;
+            }
+#pragma unroll 1
+            for (int c = 0; c < wanted.count; ++c)
+                fetch_column<kActBytes>(
+                    smem_address(smem.columns) + (stager * kOwnActSlots + act_ring.place(slot + c)) * kActStride,
+                    args.gmem_act + int64_t(wanted.smem_pairs[c]) * kIntermediate, lane);
+            arrive_fetched(smem.barriers.item_staged[item]);
+        }
+        items += part.last - part.first;
+    }
+    // The first stager fetches for all groups of gate_up; the others wait for down.
+    __device__ __forceinline__ void run() {
+        Turn<kQueue> queue;
+        int items = 0;
+        while (true) {
+            uint64_t& staged = smem.barriers.staged[queue.stage];
+            wait_warp(stager == 0 ? smem.barriers.posted[queue.stage] : staged, queue.parity);
+            Group& group = smem.group[queue.stage];
+            const int entry = group.entry, unit = group.first;
+            if (stager == 0) {
+                // Behind by kQueue at most: the producer has waited for these.
+                if (num_groups - groups_back == kQueue) take_group_back();
+                if (entry >= 0) {
+                    gate_up(group, staged);
+                } else {
+                    // Rows of act take the place of rows of x, and dot products that of shares: all are done with both.
+                    if (items == 0)
+                        while (groups_back < num_groups) take_group_back();
+                    if (lane == 0) smem.columns_of_group[num_groups % kQueue] = 0;
+                    arrive_fetched(staged);
+                }
+                ++num_groups;
+            }
+            if (entry == kEnd) break;
+            if (entry >= 0 && stager == kStagers - 1) {
+                // The flag, for the finishers: they go on, while a release waits for all that was written before it.
+                wait_warp(smem.barriers.activated[queue.stage], queue.parity);
+                if (lane == 0) red_add_release_gpu_u32(&args.gmem_shared->panels_done[entry], group.count);
+            }
+            if (entry == kDown) down(unit, items);
+            arrive_warp(smem.barriers.done[queue.stage]);
+            queue.next();
+        }
+        uint32_t before = 0;
+        if (lane == 0) before = atom_add_acq_rel_gpu_u32(&args.gmem_shared->finished, 1);
+        if (__shfl_sync(kFull, before, 0) == gridDim.x * kStagers - 1) {
+            // Nobody looks at the flags again, and each was seen complete.
+#pragma unroll 1
+            for (int i = lane; i < smem.routing.num_entries; i += kLanes) args.gmem_shared->panels_done[i] = 0;
+            if (lane == 0) args.gmem_shared->finished = 0;
+        }
+    }
+};
