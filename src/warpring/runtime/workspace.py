@@ -55,10 +55,12 @@ def zeroed(num_bytes: int, device: torch.device, stream: torch.cuda.Stream) -> t
     capturing = torch.cuda.is_current_stream_capturing()
     key = (stream.device_index, stream.cuda_stream, capture_id(stream) if capturing else None)
     with _lock:
+        reserve = _reserve.setdefault(stream.device_index, [])
+        if not capturing:
+            _refill(reserve, device)
         block = _zeroed.get(key)
         if block is not None and block.numel() >= num_bytes:
             return block
-        reserve = _reserve.setdefault(stream.device_index, [])
         if capturing:
             if num_bytes > _BLOCK_BYTES or not reserve:
                 return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -66,7 +68,6 @@ def zeroed(num_bytes: int, device: torch.device, stream: torch.cuda.Stream) -> t
         else:
             with torch.inference_mode(False):
                 block = torch.zeros(max(num_bytes, _BLOCK_BYTES), dtype=torch.uint8, device=device)
-            _refill(reserve, device)
         _zeroed[key] = block
         return block
 
