@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/sanitize.py [decode] [expert_parallel] [--tool memcheck racecheck] [--output FOLDER]
 
-decode: both kernels of both paths, in every format. expert_parallel: one rank, every role, both forms of activations,
+decode: the kernels of both paths, in every format. expert_parallel: one rank, every role, both forms of activations,
 with and without a shared expert. memcheck looks for reads and writes out of bounds, racecheck for hazards in shared
 memory. torch's caching allocator is switched off, so that every tensor is an allocation of its own and a byte beyond
 its end is seen.
@@ -37,8 +37,18 @@ from warpring.expert_parallel.problem import ActivationForm
 from warpring.expert_parallel.workspace import plan_schedule
 from warpring.formats import FORMATS
 
-#: (num_tokens, hidden, intermediate, num_experts, topk)
-SIZES = [(1, 96, 160, 5, 2), (3, 160, 96, 7, 4), (40, 64, 32, 3, 2), (70, 64, 32, 2, 2)]
+#: (num_tokens, hidden, intermediate, num_experts, topk): pairs of every class of the tile kernel; experts that more pairs
+#: want than fit at once, among few pairs and among many; more tokens than rows of x that stay, panels of several passes;
+#: more pairs than a launch takes.
+SIZES = [
+    (1, 96, 160, 5, 2),
+    (3, 160, 96, 7, 4),
+    (40, 64, 32, 3, 2),
+    (70, 64, 32, 2, 2),
+    (30, 64, 32, 1, 1),
+    (40, 2048, 128, 4, 2),
+    (300, 64, 32, 2, 2),
+]
 MOST_ERROR = 4e-3
 #: Layers of expert parallelism: ragged sizes, MXFP4 and FP8; and tokens of the rank.
 EP_LAYERS = [name for name in EP_FORMATS if name.startswith("h")]

@@ -123,17 +123,17 @@ def test_whole_model_is_compared_with_the_classical_path_in_every_bucket() -> No
 def test_kernels_stand_in_order_with_the_newest_profile_of_each() -> None:
     def profile(kernel: str, num_tokens: int, **changed: Any) -> Record:
         fields: dict[str, Any] = {
-            "model": "qwen3-30b-a3b", "format": "mxfp8", "path": "tile", "num_tokens": num_tokens, "kernel": kernel,
+            "model": "qwen3-30b-a3b", "format": "mxfp8", "path": "warp", "num_tokens": num_tokens, "kernel": kernel,
             "p50_us": 12.5, "dram_gbs": 3200.0, "fraction_of_peak": 0.71, "registers": 96, "smem_bytes": 66560,
             "spill_bytes": 0, "stalls": "long_scoreboard 60 %", "issue_share": 0.3, "occupancy": 0.5,
         }  # fmt: skip
         return on_gpu(record("profile", device="cpu", **(fields | changed)))
 
-    newer = profile("moe_down_tile", 1) | {"date": "2026-06-01T00:00:00Z", "p50_us": 7.0}
-    found = rows("ncu", [profile("moe_gate_up_tile", 8), profile("moe_down_tile", 1), newer])
+    newer = profile("moe_down_3d_batched", 1) | {"date": "2026-06-01T00:00:00Z", "p50_us": 7.0}
+    found = rows("ncu", [profile("moe_gate_up_3d_batched", 8), profile("moe_down_3d_batched", 1), newer])
     assert [(row[2], row[3], row[4]) for row in found] == [
-        ("1", "moe_down_tile", "7.0"),
-        ("8", "moe_gate_up_tile", "12.5"),
+        ("1", "moe_down_3d_batched", "7.0"),
+        ("8", "moe_gate_up_3d_batched", "12.5"),
     ]
     assert found[0][5:] == ["3.20", "71 %", "30 %", "50 %", "96", "65.0", "0", "long_scoreboard 60 %"]
 

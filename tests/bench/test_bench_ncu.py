@@ -21,7 +21,7 @@ STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 #: name -> unit and value of a launch, as ncu prints them with --print-units base.
 LAUNCH: dict[str, tuple[str, str]] = {
     "ID": ("", "1"),
-    "Kernel Name": ("", "moe_gate_up_tile"),
+    "Kernel Name": ("", "moe_gate_up_3d_batched"),
     "Block Size": ("", "(256, 1, 1)"),
     "Grid Size": ("", "(264, 1, 1)"),
     "gpu__time_duration.sum": ("nsecond", "12,500"),
@@ -54,7 +54,7 @@ def page(*launches: dict[str, tuple[str, str]], before: str = "==PROF== Connecte
 
 def test_launch_is_read_with_its_units() -> None:
     ((found,),) = parse_raw(page(MARK, LAUNCH), "spin_kernel")
-    assert (found.kernel, found.grid, found.block) == ("moe_gate_up_tile", "(264, 1, 1)", "(256, 1, 1)")
+    assert (found.kernel, found.grid, found.block) == ("moe_gate_up_3d_batched", "(264, 1, 1)", "(256, 1, 1)")
     assert found.duration_us == pytest.approx(12.5)
     assert found.dram_gbs == pytest.approx(3200)
     assert (found.issue_share, found.occupancy) == pytest.approx((0.315, 0.482))
@@ -84,14 +84,17 @@ def test_issue_slots_may_come_as_instructions_a_cycle() -> None:
 
 
 def test_marks_tell_calls_apart_whatever_each_launches() -> None:
-    down = LAUNCH | {"Kernel Name": ("", "void warpring::moe_down_tile(Arguments)")}
+    down = LAUNCH | {"Kernel Name": ("", "void warpring::moe_down_3d_batched(Arguments)")}
     found = parse_raw(page(MARK, LAUNCH, down, MARK, LAUNCH), "spin_kernel")
-    assert [[p.kernel for p in call] for call in found] == [["moe_gate_up_tile", "moe_down_tile"], ["moe_gate_up_tile"]]
+    assert [[p.kernel for p in call] for call in found] == [
+        ["moe_gate_up_3d_batched", "moe_down_3d_batched"],
+        ["moe_gate_up_3d_batched"],
+    ]
 
 
 def test_missing_metric_is_named() -> None:
     launch = LAUNCH | {"dram__bytes_read.sum": ("byte", "n/a")}
-    with pytest.raises(WarpringError, match=r"moe_gate_up_tile has no number for dram__bytes_read.sum: 'n/a'"):
+    with pytest.raises(WarpringError, match=r"moe_gate_up_3d_batched has no number for dram__bytes_read.sum: 'n/a'"):
         parse_raw(page(MARK, launch), "spin_kernel")
 
 
@@ -186,4 +189,4 @@ def test_kernels_that_ran_are_listed_with_their_spills(tmp_path: Path, monkeypat
     monkeypatch.setattr(sys, "argv", ["ncu_profile.py", *argv])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert set(json.loads(calls.read_text())[0]["spills"]) >= {"moe_gate_up_tile", "moe_down_tile"}
+    assert set(json.loads(calls.read_text())[0]["spills"]) >= {"moe_tile"}
