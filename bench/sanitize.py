@@ -37,9 +37,9 @@ from warpring.expert_parallel.problem import ActivationForm
 from warpring.expert_parallel.workspace import plan_schedule
 from warpring.formats import FORMATS
 
-#: (num_tokens, hidden, intermediate, num_experts, topk): pairs of every class of the tile kernel; experts that more pairs
-#: want than fit at once, among few pairs and among many; more tokens than rows of x that stay, panels of several passes;
-#: more pairs than a launch takes.
+#: (num_tokens, hidden, intermediate, num_experts, topk): pairs of every class of the tile kernel; experts that more
+#: pairs want than fit at once, among few pairs and among many; more tokens than rows of x that stay, panels of several
+#: passes; more pairs than a launch takes.
 SIZES = [
     (1, 96, 160, 5, 2),
     (3, 160, 96, 7, 4),
