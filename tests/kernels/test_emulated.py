@@ -5,22 +5,22 @@ Every tensor ends where the next access faults, shared memory starts as NaN, and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from emulator import EmulationError, emulated_gpu, guarded, unusable_reason
+from emulator import emulated_gpu, guarded, unusable_reason
 from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
 
 from warpring import GELU_TANH, SILU, Activation, clipped_swiglu, gpt_oss_swiglu, moe_exact, pack_experts
 from warpring.formats import FORMATS
-from warpring.kernels import stream, tile, warp
-from warpring.kernels.stream_layout import pack_stream_experts
+from warpring.kernels import tile, warp
+from warpring.kernels.tile import Config
 from warpring.runtime.jit import KERNEL_DIR
 
 pytestmark = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
@@ -44,12 +44,8 @@ def run_warp(inputs: Inputs, **kwargs: Any) -> torch.Tensor:
     return _run(warp, warp.moe_warp, inputs, inputs.experts, **kwargs)
 
 
-def run_tile(inputs: Inputs, **kwargs: Any) -> torch.Tensor:
-    return _run(tile, tile.moe_tile, inputs, pack_experts(inputs.experts), **kwargs)
-
-
-def run_stream(inputs: Inputs, **kwargs: Any) -> torch.Tensor:
-    return _run(stream, stream.moe_stream, inputs, pack_stream_experts(inputs.experts), **kwargs)
+def run_tile(inputs: Inputs, config: Config | None = None, **kwargs: Any) -> torch.Tensor:
+    return _run(tile, partial(tile.moe_tile, config=config), inputs, pack_experts(inputs.experts), **kwargs)
 
 
 def _run(
@@ -71,8 +67,6 @@ def _run(
 
 
 PATHS = pytest.mark.parametrize("run", [run_warp, run_tile], ids=["warp", "tile"])
-#: The stream kernels have tests of their own where configurations matter (test_stream.py).
-ALL_KERNELS = pytest.mark.parametrize("run", [run_warp, run_tile, run_stream], ids=["warp", "tile", "stream"])
 
 
 @PATHS
@@ -88,14 +82,14 @@ def test_values_and_bits(run: Runner, format: str) -> None:
         assert torch.equal(run(rows_of(inputs, rows), seed=rows.start), whole[rows])
 
 
-@ALL_KERNELS
+@PATHS
 @pytest.mark.parametrize("activation", [SILU, gpt_oss_swiglu(), clipped_swiglu(0.5), GELU_TANH], ids=str)
 def test_every_activation(run: Runner, activation: Activation) -> None:
     inputs = make_inputs(3, *SHAPE, activation=activation, bias=True, seed=5)
     check_against_exact(run(inputs, seed=1), inputs)
 
 
-@ALL_KERNELS
+@PATHS
 @pytest.mark.parametrize(
     "shape", [(5, 64, 32, 8, 2), (1, 256, 32, 4, 2), (2, 32, 160, 40, 32), (7, 96, 192, 5, 2)], ids=str
 )
@@ -105,7 +99,7 @@ def test_other_shapes_and_int32_ids(run: Runner, shape: tuple[int, int, int, int
     check_against_exact(run(inputs, seed=2), inputs)
 
 
-@ALL_KERNELS
+@PATHS
 def test_unused_slots_duplicates_and_foreign_ids(run: Runner) -> None:
     inputs = make_inputs(5, *SHAPE, bias=True, seed=14)
     inputs.topk_idx[0, 1] = -1
@@ -121,7 +115,7 @@ def test_unused_slots_duplicates_and_foreign_ids(run: Runner) -> None:
         assert torch.equal(run(foreign), y)
 
 
-@ALL_KERNELS
+@PATHS
 def test_nan_in_a_weight_or_in_x_stays_where_it_belongs(run: Runner) -> None:
     inputs = make_inputs(9, *SHAPE, seed=15)
     inputs.topk_idx[:] = torch.arange(9)[:, None] % 2 + torch.tensor([0, 2, 4])
@@ -144,17 +138,117 @@ def test_strided_rows_give_the_same_bits(run: Runner) -> None:
     assert out[:, 160:].isnan().all()
 
 
+# ---- the tile kernel's configurations --------------------------------------------------------------------------------
+
+#: One column, one stage a ring; three of each; two tiles, and more stages than a warp has units.
+TIGHT, NARROW, WIDE = Config(1, 1, 1, 300, 1), Config(2, 3, 3, 300, 3), Config(2, 40, 16, 512, 8)
+CONFIGS = pytest.mark.parametrize("config", [TIGHT, NARROW, WIDE], ids=["tight", "narrow", "wide"])
+
+
+@CONFIGS
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_bit_depends_on_the_configuration(format: str, config: Config) -> None:
+    inputs = make_inputs(9, *SHAPE, format=format, bias=True, seed=3)
+    whole = run_tile(inputs)
+    for seed, num_sms in ((0, 1), (1, 5), (2, 3)):
+        assert torch.equal(run_tile(inputs, config, seed=seed, num_sms=num_sms), whole)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("teams", [1, 2])
+def test_no_bit_depends_on_teams_and_parts(teams: int, parts: int) -> None:
+    inputs = make_inputs(9, *SHAPE, format="nvfp4", seed=4)
+    whole = run_tile(inputs)
+    for seed in (1, 2):
+        assert torch.equal(run_tile(inputs, Config(teams, 8, 2, 128, parts), seed=seed, num_sms=4), whole)
+
+
+@CONFIGS
+@pytest.mark.parametrize("resident_ctas", [1, 2, 5])
+def test_the_grid_need_not_be_resident(resident_ctas: int, config: Config) -> None:
+    """A CTA waits only for what CTAs that run, or have run, took."""
+    inputs = make_inputs(9, *SHAPE, format="mxfp4", seed=7)
+    whole = run_tile(inputs)
+    for seed in (0, 1, 2):
+        y = run_tile(inputs, config, seed=seed, num_sms=7, resident_ctas=resident_ctas)
+        assert torch.equal(y, whole)
+
+
+def test_several_chunks_a_panel_and_runs_aligned_to_scale_blocks() -> None:
+    """2048 columns of fp8_block are two units of four records a warp: scales are requested ahead of the weights."""
+    inputs = make_inputs(3, 2048, 128, 3, 2, format="fp8_block", seed=6)
+    sizes = tile.sizes_of(pack_experts(inputs.experts), 2)
+    assert (sizes.split, sizes.gate_up_run) == (8, 8)
+    check_against_exact(run_tile(inputs, seed=3), inputs)
+
+
+@CONFIGS
+def test_layers_behind_each_other_share_one_state(config: Config) -> None:
+    """Each leaves the zeros that it found; the next starts before it has ended, and waits."""
+    inputs = make_inputs(9, *SHAPE, format="mxfp8", seed=8)
+    whole, packed = run_tile(inputs), guard(pack_experts(inputs.experts))
+    kept = guard(inputs)
+    for seed in range(4):
+        results = [guarded(torch.full_like(inputs.x, torch.nan)) for _ in range(3)]
+        with emulated_gpu(tile, seed=seed, num_sms=seed + 1) as launches:
+            for out in results:
+                tile.moe_tile(kept.x, packed, kept.topk_idx, kept.topk_weights, out, config)
+        assert len({launch.args[-1] for launch in launches}) == 1
+        assert all(torch.equal(out, whole) for out in results)
+
+
+@CONFIGS
+def test_a_layer_reads_what_the_one_before_wrote(config: Config) -> None:
+    inputs = make_inputs(5, *SHAPE, format="bf16", seed=9)
+    first = run_tile(inputs)
+    second = run_tile(replace(inputs, x=first))
+    packed, kept = guard(pack_experts(inputs.experts)), guard(inputs)
+    for seed in range(4):
+        between, out = (guarded(torch.full_like(inputs.x, torch.nan)) for _ in range(2))
+        with emulated_gpu(tile, seed=seed):
+            tile.moe_tile(kept.x, packed, kept.topk_idx, kept.topk_weights, between, config)
+            tile.moe_tile(between, packed, kept.topk_idx, kept.topk_weights, out, config)
+        assert torch.equal(out, second)
+
+
+@CONFIGS
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_nobody_wants_an_expert(num_tokens: int, config: Config) -> None:
+    inputs = make_inputs(num_tokens, *SHAPE, bias=True, seed=14)
+    nobody = replace(
+        inputs, topk_idx=inputs.topk_idx * 0 - 1, topk_weights=torch.full_like(inputs.topk_weights, torch.nan)
+    )
+    for seed in range(3):
+        assert (run_tile(nobody, config, seed=seed) == 0).all()
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "fp8_block"])
-def test_tiles_of_every_width(format: str) -> None:
-    """All tokens of a batch may want one expert: 8, 16, 32 and 64 columns at once, full and not."""
+def test_columns_of_every_number(format: str) -> None:
+    """All tokens of a batch may want one expert: 1 to 64 columns, tiles of 8 and 16, full and not, several entries."""
     inputs = make_inputs(64, *SHAPE, format=format, seed=17)
     inputs.topk_idx[:, 0] = 4
     inputs.topk_idx[:, 1] = torch.arange(64) % 3
     inputs.topk_idx[:, 2] = 3 + 2 * (torch.arange(64) % 2)
     whole = run_tile(inputs, seed=1)
     check_against_exact(whole, inputs)
-    for count in (8, 9, 16, 17, 33):
-        assert torch.equal(run_tile(rows_of(inputs, slice(0, count)), seed=count), whole[:count])
+    for count in (1, 8, 9, 10, 11, 16, 17, 33):
+        some = rows_of(inputs, slice(0, count))
+        assert torch.equal(run_tile(some, seed=count), whole[:count])
+        assert torch.equal(run_tile(some, WIDE, seed=count), whole[:count])
+        assert torch.equal(run_tile(some, TIGHT, seed=count), whole[:count])
+
+
+@pytest.mark.parametrize("num_tokens", [2, 10, 11, 30])
+def test_an_expert_that_more_pairs_want_than_fit_at_once_is_read_in_parts(num_tokens: int) -> None:
+    """Up to 32 pairs one warp sorts, unless an expert has too many; beyond them the CTA does."""
+    inputs = make_inputs(num_tokens, *SHAPE, format="mxfp4", seed=num_tokens)
+    inputs.topk_idx[:] = torch.tensor([5, 2, 5])
+    whole = run_tile(inputs, seed=1)
+    check_against_exact(whole, inputs)
+    for columns in (1, 2, 3, 7, 8, 16):
+        for parts in (1, 2):
+            y = run_tile(inputs, Config(1, columns, 2, 128, parts), seed=columns, num_sms=4)
+            assert torch.equal(y, whole)
 
 
 @pytest.mark.parametrize("num_tokens", [65, 172])
@@ -164,40 +258,99 @@ def test_more_pairs_of_an_expert_than_one_tile_and_than_one_launch(num_tokens: i
     inputs.topk_idx[0] = 1  # with three pairs of one token
     whole = run_tile(inputs, seed=1)
     check_against_exact(whole, inputs)
+    assert torch.equal(run_tile(inputs, NARROW, seed=2), whole)
     assert torch.equal(run_tile(rows_of(inputs, slice(1, 4))), whole[1:4])
 
 
-#: File, what is taken out of it, and which of its occurrences.
+#: What is taken out of the sources (it is there once), and what takes its place.
 MUTATIONS = {
-    "weights read before they have arrived": (
-        "tile_common.cuh",
-        "!mbarrier_try_wait(smem_barriers + stage * 8, parity)",
-        0,
+    "weights read before they have arrived": ("wait(full, parity);", ""),
+    "weights of gate_up requested over those that are not read": (
+        "wait(smem.barriers.gate_up_empty[team][turn.stage], turn.parity ^ 1);",
+        "",
     ),
-    "counts read before they are all there": ("tile_common.cuh", "__syncthreads();", 1),
-    "sorted pairs read before they are all there": ("tile_common.cuh", "__syncthreads();", 3),
-    "partial sums read before they are all there": ("tile_gate_up.cu", "__syncthreads();", 0),
-    "dot products read before they are all there": ("tile_down.cu", "__syncthreads();", 0),
-    "activations read before gate_up has ended": ("tile_down.cu", "pdl_wait();", 0),
+    "weights of down requested over those that are not read": (
+        "wait(smem.barriers.down_empty[consumer][stage], down_ring.parity ^ 1);",
+        "",
+    ),
+    "weights of down requested over those of gate_up": ("if (!in_down) wait_for_gate_up(team, stage);", ""),
+    "rows of x fetched over those that are not read": (
+        "while (x_ring.free_slots < wanted.count) take_group_back();",
+        "",
+    ),
+    "rows of act fetched over those of x": ("while (groups_back < num_groups) take_group_back();", ";"),
+    "rows of act fetched over those that are not read": (
+        "wait_warp(smem.barriers.item_done[back * kStagers + stager], items_back / kOwnItems & 1);",
+        "",
+    ),
+    "rows of act fetched before all of their panels are there": (
+        "if (entry >= ready) ready = entry + wait_for_act(entry);",
+        "",
+    ),
+    "a flag raised before its activations are there": (
+        "wait_warp(smem.barriers.activated[queue.stage], queue.parity);",
+        "",
+    ),
+    "rows of act read before they are there": (
+        "wait(smem.barriers.item_staged[item], number / kItems & 1);",
+        "",
+    ),
+    "shares added before they are there": (
+        "wait(smem.barriers.shares_full[finisher][turn.stage], turn.parity);",
+        "",
+    ),
+    "shares written over those that are not added": (
+        "wait(smem.barriers.shares_empty[finisher][shares.stage], shares.parity ^ 1);",
+        "",
+    ),
+    "dot products added before they are there": (
+        "named_barrier_sync(kConsumerBarrier, kConsumerThreads);\n        bool sums_up",
+        "bool sums_up",
+    ),
+    "dot products added before it is known whose part is the last": (
+        "named_barrier_sync(kConsumerBarrier, kConsumerThreads);\n            sums_up",
+        "sums_up",
+    ),
+    "flags cleared while others look at them": ("== gridDim.x * kStagers - 1", ">= 0"),
+    "a barrier arrived at before all lanes have read": (
+        "__syncwarp();\n    if (threadIdx.x % kLanes == 0) mbarrier_arrive",
+        "if (threadIdx.x % kLanes == 0) mbarrier_arrive",
+    ),
+    "the layer before not waited for": ("pdl_wait();", ""),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) -> None:
-    """The real kernels with one barrier or wait taken out: some order of threads shows it."""
-    name, removed, index = MUTATIONS[mutation]
-    for path in (*KERNEL_DIR.glob("tile*.cu"), *KERNEL_DIR.glob("*.cuh")):
-        (tmp_path / path.name).write_text(path.read_text())
-    code = re.sub(r"//.*", "", (KERNEL_DIR / name).read_text()).split(removed)
-    kept = "false" if removed.startswith("!") else ""
-    (tmp_path / name).write_text(removed.join(code[: index + 1]) + kept + removed.join(code[index + 1 :]))
-    inputs = make_inputs(9, *SHAPE, format="mxfp4", seed=18)
-    expected = run_tile(inputs)
-    for seed in range(12):
-        try:
-            y = run_tile(inputs, seed=seed, directory=tmp_path)
-        except EmulationError:
-            return
-        if not torch.equal(y, expected):
-            return
+    """The real kernel with one barrier or wait taken out: some order of threads shows it."""
+    removed, instead = MUTATIONS[mutation]
+    found = 0
+    for path in (KERNEL_DIR / "tile.cu", *KERNEL_DIR.glob("*.cuh")):
+        source = path.read_text()
+        if path.name.startswith("tile"):
+            found += source.count(removed)
+            source = source.replace(removed, instead)
+        (tmp_path / path.name).write_text(source)
+    assert found == 1
+    inputs = make_inputs(13, 512, *SHAPE[1:], format="mxfp4", seed=18)  # two records a unit, several lanes of x
+    packed, kept = guard(pack_experts(inputs.experts)), guard(inputs)
+
+    def layers(config: Config, directory: Path = KERNEL_DIR, **kwargs: Any) -> torch.Tensor:
+        """Two, behind each other."""
+        outs = [guarded(torch.full_like(inputs.x, torch.nan)) for _ in range(2)]
+        with emulated_gpu(tile, directory=directory, **kwargs):
+            for out in outs:
+                tile.moe_tile(kept.x, packed, kept.topk_idx, kept.topk_weights, out, config)
+        return torch.stack(outs)
+
+    configs = {Config(2, 4, 2, 128, 2): 3, Config(1, 2, 1, 128, 1): 1}
+    expected = layers(next(iter(configs)))
+    for seed in range(8):
+        for config, num_sms in configs.items():
+            try:
+                y = layers(config, tmp_path, seed=seed, num_sms=num_sms)
+            except AssertionError:  # an EmulationError, or zeros that are none
+                return
+            if not torch.equal(y, expected):
+                return
     pytest.fail(f"no order of threads shows it: {mutation}")
