@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from warpring.bench.adapters import ADAPTERS, find_peers, why_not
+from warpring.bench.compared import PEER_LAYERS
 from warpring.bench.console import HEADER, describe, row
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.layer import LEAST_COSINE, LayerBench, least_cosine
@@ -63,9 +64,8 @@ def main() -> int:
         return 0
     start = time.monotonic()
     verdicts: dict[str, list[str]] = {name: [] for name in args.peers}
-    trials = {
-        (model, format): start_trials(args, model, format, verdicts) for model in args.models for format in args.formats
-    }
+    layers = chosen_layers(args.models, args.formats)
+    trials = {(model, format): start_trials(args, model, format, verdicts) for model, format in layers}
     # Every trial ends before anything is timed.
     able = {key: finish_trials(running, *key, args.device, verdicts) for key, running in trials.items()}
     for (model, format), peers in able.items():
@@ -76,6 +76,13 @@ def main() -> int:
     for name, said in verdicts.items():
         print("\n".join(f"  {name:<26}{line}" for line in said))
     return 0
+
+
+def chosen_layers(models: list[str] | None, formats: list[str] | None) -> list[tuple[str, str]]:
+    """Every model in every format; without both, the layers of docs/performance.md."""
+    if models is None or formats is None:
+        return list(PEER_LAYERS)
+    return [(model, format) for model in models for format in formats]
 
 
 def measure_layer(args: argparse.Namespace, model: str, format: str, peers: list[Peer], start: float) -> list[str]:

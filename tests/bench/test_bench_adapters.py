@@ -15,6 +15,7 @@ import torch
 from warpring import ArgumentError, gpt_oss_swiglu
 from warpring.bench import adapters
 from warpring.bench.adapters import ADAPTERS, find_peers, logits_of, why_not
+from warpring.bench.compared import PEER_LAYERS
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.records import load
 from warpring.bench.shapes import MODELS, LayerShape
@@ -307,3 +308,9 @@ def test_trial_of_a_dying_peer_is_told_not_suffered(monkeypatch: pytest.MonkeyPa
     assert script["outcome"](dead) == {"error": "died with exit code 3: bad luck"}
     fine = popen([sys.executable, "-c", f"print('chatter'); print({json.dumps(json.dumps({'cosine': 1.0}))})"], **pipes)
     assert script["outcome"](fine) == {"cosine": 1.0}
+
+
+def test_layers_that_are_measured_without_a_choice_are_those_of_the_page() -> None:
+    chosen_layers = runpy.run_path(str(SCRIPT))["chosen_layers"]
+    assert chosen_layers(None, None) == list(PEER_LAYERS)
+    assert chosen_layers(["a", "b"], ["bf16"]) == [("a", "bf16"), ("b", "bf16")]

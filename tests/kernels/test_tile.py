@@ -28,9 +28,11 @@ from warpring.kernels.tile import (
     MAX_PAIRS,
     Config,
     Sizes,
+    all_specs,
     config_for,
     kernel_spec,
     moe_tile,
+    most_pairs,
     shared_bytes,
     smem_bytes,
 )
@@ -130,6 +132,18 @@ def test_rows_that_do_not_fit_shared_memory_are_refused_by_name(shape: tuple[int
     message = rf"path 'tile': bf16 with hidden {shape[0]}, intermediate {shape[1]}.*path='warp'"
     with pytest.raises(UnsupportedError, match=message):
         config_for(Sizes("bf16", *shape), 1)
+
+
+def test_long_rows_take_fewer_pairs_at_once() -> None:
+    """What no kernel of the largest class has shared memory for goes in more launches, and is precompiled so."""
+    ordinary, long_rows = Sizes("mxfp8", 2048, 768, 128, 8), Sizes("mxfp8", 6144, 16384, 8, 2)
+    assert (most_pairs(ordinary), most_pairs(long_rows)) == (MAX_PAIRS, 128)
+    with pytest.raises(UnsupportedError, match="fit shared memory"):
+        config_for(long_rows, 129)
+    assert len(all_specs(ordinary, torch.int64, "silu")) == 3
+    assert len(all_specs(long_rows, torch.int64, "silu")) == 2
+    with pytest.raises(UnsupportedError, match="fit shared memory"):
+        most_pairs(Sizes("mxfp8", 8192, 28672, 8, 2))
 
 
 @pytest.mark.parametrize(

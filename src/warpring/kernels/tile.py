@@ -246,12 +246,23 @@ def sizes_of(packed: PackedExperts, topk: int) -> Sizes:
     return Sizes(packed.format, packed.hidden, packed.intermediate, packed.num_experts, topk, packed.num_shared)
 
 
-def all_specs(
-    sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, num_sms: int = NUM_SMS
-) -> tuple[KernelSpec, ...]:
-    """The kernels of every batch."""
-    configs = (config_for(sizes, pairs, num_sms) for pairs in _PAIR_CLASSES)
+def all_specs(sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, num_sms: int = NUM_SMS) -> tuple[KernelSpec, ...]:
+    """The kernels of every batch; UnsupportedError as in `config_for`."""
+    configs = (config_for(sizes, pairs, num_sms) for pairs in _PAIR_CLASSES if pairs <= most_pairs(sizes, num_sms))
     return tuple(kernel_spec(sizes, index_dtype, gate_fn, config) for config in configs)
+
+
+@lru_cache(maxsize=1024)
+def most_pairs(sizes: Sizes, num_sms: int = NUM_SMS) -> int:
+    """The largest class of batches whose kernel fits shared memory: what a launch takes. Errors as in `config_for`."""
+    for pairs in reversed(_PAIR_CLASSES[1:]):
+        try:
+            config_for(sizes, pairs, num_sms)
+        except UnsupportedError:
+            continue
+        return pairs
+    config_for(sizes, _PAIR_CLASSES[0], num_sms)
+    return _PAIR_CLASSES[0]
 
 
 def precompile(packed: PackedExperts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
@@ -271,7 +282,7 @@ def moe_tile(
     config: Config | None = None,
     shared_weights: torch.Tensor | None = None,
 ) -> None:
-    """The layer on the current stream, a launch for each MAX_PAIRS // pairs_a_token tokens. Arguments as in `moe_warp`.
+    """The layer on the current stream, a launch for each `most_pairs` pairs. Arguments as in `moe_warp`.
 
     Args:
         config: how the kernel is built; None for what fits the batch.
@@ -279,7 +290,11 @@ def moe_tile(
     """
     num_tokens, topk = topk_idx.shape
     sizes = sizes_of(packed, topk)
-    at_once = (MAX_PAIRS if config is None else config.pairs) // sizes.pairs_a_token
+    if config is None:
+        at_once = most_pairs(sizes, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    else:
+        at_once = config.pairs
+    at_once = max(1, at_once // sizes.pairs_a_token)
     for first in range(0, num_tokens, at_once):
         rows = slice(first, first + at_once)
         gate = None if shared_weights is None else shared_weights[rows]
