@@ -4,6 +4,7 @@
 //   WARPRING_FORMAT          a policy of ep_weights.cuh, for the routed experts
 //   WARPRING_SHARED_FORMAT   the same for shared experts; WARPRING_FORMAT where it is not given
 //   WARPRING_STAGES          stages of weights, with their tokens, that a CTA holds or has requested
+//   WARPRING_STAGE_CHUNKS    chunks of weights in a stage: a copy takes the thread that asks for it some 180 cycles
 //   WARPRING_SMEM_BYTES      dynamic shared memory of a CTA
 #pragma once
 #include "ep_weights.cuh"
@@ -20,9 +21,8 @@ constexpr int kThreads = kConsumers + 128;  // one warpgroup of producers
 constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
 constexpr int kConsumerBarrier = 1;  // the named barrier of the consumers; 0 is __syncthreads
 
-// A stage holds two chunks, so that there are few copies: one takes the thread that asks for it some 180 cycles.
 constexpr int kChunkColumns = 128;
-constexpr int kStageChunks = 2, kStageColumns = kStageChunks * kChunkColumns;
+constexpr int kStageChunks = WARPRING_STAGE_CHUNKS, kStageColumns = kStageChunks * kChunkColumns;
 constexpr int kHiddenChunks = kHiddenPadded / kChunkColumns;
 constexpr int kIntermediateChunks = ceil_div(kIntermediatePadded, kChunkColumns);
 template <class Format>
