@@ -16,6 +16,10 @@
 # shared       1                    shared.jsonl: shared experts fused, and as a layer of their own
 # accuracy     1                    accuracy.jsonl: every path against FP64
 #
+# On two GPUs, where asked for by name (a layer of 256 experts and all its rows takes about a minute):
+# ep_bar, ep_ablation               expert_parallel.jsonl: the rows of the bar, one knob at a time
+# ep_soak                           soak.jsonl: 10,000 replays back to back of each form
+#
 # Minutes are estimates until a run has confirmed them. A step's output is in build/gpu_session/STEP.log. A step that
 # fails or runs out of time does not stop the next one; the exit code is 1 then. Where the code runs without its git
 # history, name its commit in WARPRING_COMMIT. Afterwards `make tables` writes the tables and plots.
@@ -23,7 +27,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 ALL=(compile decode peers end_to_end ncu classical grouped shared accuracy)
-declare -A SHARE=([compile]=30 [decode]=180 [peers]=100 [end_to_end]=180 [ncu]=80 [classical]=90 [grouped]=150 [shared]=60 [accuracy]=60)
+declare -A SHARE=([compile]=30 [decode]=180 [peers]=100 [end_to_end]=180 [ncu]=80 [classical]=90 [grouped]=150 [shared]=60 [accuracy]=60
+  [ep_bar]=400 [ep_ablation]=300 [ep_soak]=90)
 STATE="${STATE:-build/gpu_session}"
 RESULTS="${RESULTS:-bench/results}"
 if [ -z "${PYTHON:-}" ]; then PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
@@ -34,7 +39,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --within) within="$2"; shift ;;
     --again) again=yes ;;
-    -h | --help) sed -n '2,24s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,28s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *)
       if [ -z "${SHARE[$1]:-}" ]; then echo "no step is called '$1'; there are: ${ALL[*]}" >&2; exit 2; fi
       steps+=("$1") ;;
@@ -56,6 +61,12 @@ run_step() {
     classical) "$PYTHON" bench/decode.py --output "$RESULTS/decode.jsonl" --time-budget "$budget" ;;
     grouped) "$PYTHON" bench/grouped.py --output "$RESULTS/grouped.jsonl" --time-budget "$budget" ;;
     shared) "$PYTHON" bench/shared.py --output "$RESULTS/shared.jsonl" ;;
+    ep_bar | ep_ablation)
+      "$PYTHON" -m torch.distributed.run --nproc-per-node 2 bench/expert_parallel.py "${1#ep_}" \
+        --output "$RESULTS/expert_parallel.jsonl" --time-budget "$budget" ;;
+    ep_soak)
+      "$PYTHON" -m torch.distributed.run --nproc-per-node 2 -m warpring ep-verify --soak 10000 \
+        --jsonl "$RESULTS/soak.jsonl" ;;
     accuracy) "$PYTHON" -m warpring verify --jsonl "$RESULTS/accuracy.jsonl" ;;
   esac
 }

@@ -62,6 +62,18 @@ def test_all_steps_run_in_order_into_one_folder(session: Session, tmp_path: Path
     ]
 
 
+def test_steps_of_two_gpus_run_where_they_are_asked_for(session: Session, tmp_path: Path) -> None:
+    code, out = session.run("--within", "500", "ep_bar", "ep_ablation", "ep_soak")
+    assert code == 0, out
+    run = "-m torch.distributed.run --nproc-per-node 2"
+    called = [re.sub(r"--time-budget \d+", "--time-budget N", line) for line in session.called()]
+    assert called == [
+        f"{run} bench/expert_parallel.py bar --output {tmp_path}/results/expert_parallel.jsonl --time-budget N",
+        f"{run} bench/expert_parallel.py ablation --output {tmp_path}/results/expert_parallel.jsonl --time-budget N",
+        f"{run} -m warpring ep-verify --soak 10000 --jsonl {tmp_path}/results/soak.jsonl",
+    ]
+
+
 def test_failed_step_does_not_stop_the_others_and_alone_is_repeated(session: Session) -> None:
     code, out = session.run(broken="peers.py")
     assert code == 1
