@@ -43,6 +43,8 @@ _SPLITS_4_BIT = (4, 5, 3, 6, 7, 8, 9, 2, 1)
 #: Rows of x that are staged where there is room: two tiles.
 _COLUMNS = 16
 _PAIR_CLASSES = (32, 128, MAX_PAIRS)
+#: Records of a block of scales: their scales are requested before the wait for the weights.
+_SCALE_BLOCK = 4
 _QUEUE = 8
 _PRODUCERS, _STAGERS, _FINISHERS = 2, 3, 2
 _TILE_COLUMNS = 8
@@ -91,8 +93,10 @@ class Sizes:
 
     @property
     def gate_up_run(self) -> int:
-        """Records of a unit of gate_up. Decides the order of sums."""
-        return _run(self.hidden // 32 // self.split, self.record_bytes, UNIT_BYTES)
+        """Records of a unit of gate_up; of fp8_block whole blocks of scales where that divides. Decides the order of sums."""
+        own = self.hidden // 32 // self.split
+        blocks = _SCALE_BLOCK if self.format == "fp8_block" and own % _SCALE_BLOCK == 0 else 1
+        return blocks * _run(own // blocks, blocks * self.record_bytes, UNIT_BYTES)
 
     @property
     def down_run(self) -> int:

@@ -4,6 +4,8 @@
 #include "sync_ptx.cuh"
 #include "tile_smem.cuh"
 
+constexpr int kSmallUnit = 3 * 1024;
+
 // What a ticket stands for. gate_up's panels are given out in rounds of gridDim.x tickets, for three quarters of
 // what the round before left, and at last for a panel each: few groups, and CTAs that end together.
 struct Tickets {
@@ -49,7 +51,9 @@ struct Producer {
             mbarrier_arrive_expect_tx(full, kSplit * kUnitBytes);
         }
         __syncwarp();
-        if (lane < kSplit) bulk_copy(smem_address(smem.ring[team][turn.stage][lane]), gmem + lane * kUnitBytes, kUnitBytes, full);
+        // Units of a pass follow each other on both sides: small ones go in one copy, since each takes a hundred cycles to ask for.
+        constexpr int kCopies = kUnitBytes < kSmallUnit ? 1 : kSplit, kBytes = kSplit / kCopies * kUnitBytes;
+        if (lane < kCopies) bulk_copy(smem_address(smem.ring[team][turn.stage][lane]), gmem + lane * kBytes, kBytes, full);
         turn.next();
     }
     __device__ __forceinline__ void gate_up(const Group& group) {
