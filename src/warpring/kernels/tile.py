@@ -93,7 +93,7 @@ class Sizes:
 
     @property
     def gate_up_run(self) -> int:
-        """Records of a unit of gate_up; of fp8_block whole blocks of scales where that divides. Decides the order of sums."""
+        """Records of a unit of gate_up, whole blocks of scales where that divides. Decides the order of sums."""
         own = self.hidden // 32 // self.split
         blocks = _SCALE_BLOCK if self.format == "fp8_block" and own % _SCALE_BLOCK == 0 else 1
         return blocks * _run(own // blocks, blocks * self.record_bytes, UNIT_BYTES)
