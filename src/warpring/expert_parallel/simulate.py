@@ -37,15 +37,15 @@ WEIGHT_BYTES = {
 #: Lane instructions a weight in the main loops (first, second GEMM) by the width of a block, counted in the machine
 #: code for sm_90a; formats without a kernel are taken not to bind.
 _FP8 = {
-    "fp8": ((0.8, 1.1), (1.0, 1.3), (1.2, 1.9), (1.8, 3.0)),
-    "bf16": ((1.5, 1.7), (1.6, 2.0), (1.9, 2.5), (2.4, 3.7)),
+    "fp8": ((0.6, 0.7), (0.7, 1.0), (1.0, 1.6), (1.6, 2.7)),
+    "bf16": ((1.2, 1.4), (1.4, 1.6), (1.6, 2.2), (2.2, 3.4)),
 }
 INSTRUCTIONS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
     "fp8_block": _FP8,
     "fp8_channel": _FP8,
     "mxfp4": {
-        "fp8": ((2.1, 2.4), (2.3, 2.7), (2.5, 3.3), (3.1, 4.4)),
-        "bf16": ((2.8, 3.0), (2.9, 3.3), (3.2, 3.9), (3.7, 5.0)),
+        "fp8": ((1.9, 2.0), (2.0, 2.3), (2.3, 2.8), (2.9, 4.0)),
+        "bf16": ((2.5, 2.6), (2.6, 2.9), (2.9, 3.5), (3.5, 4.7)),
     },
 }
 _NORM = 8  # of the experts' bounds: two alike cost 9 % more than one of them
