@@ -57,10 +57,11 @@ class GlooEngine:
         header[0] = count
         header[1 : 1 + count * problem.topk] = call.topk_idx[:count].flatten()
         for peer in ranks.peers():
-            ranks.send(header, peer, self._tag(0))
+            ranks.send(header, peer, self._tag(0), generation=self._generation)
             wanted = self._wants(call.topk_idx[:count], peer).any(1)
             if wanted.any():
-                ranks.send(_pack(tokens[wanted], call.topk_weights[:count][wanted]), peer, self._tag(1))
+                packed = _pack(tokens[wanted], call.topk_weights[:count][wanted])
+                ranks.send(packed, peer, self._tag(1), generation=self._generation)
 
     def receive(self, call: Call, weights: _Weights, out: torch.Tensor) -> None:
         """Run the experts on what the ranks published, return the partial results, add up one's own."""
@@ -104,7 +105,8 @@ class GlooEngine:
         ranks.receive(packed, peer, self._tag(1), deadline, flag="arrived", generation=generation)
         tokens, weights = _unpack(problem, packed)
         mine = self._wants(topk_idx, ranks.rank)
-        ranks.send(_as_bytes(self._run(experts, tokens, topk_idx, weights, mine)), peer, self._tag(2))
+        partials = _as_bytes(self._run(experts, tokens, topk_idx, weights, mine))
+        ranks.send(partials, peer, self._tag(2), generation=generation)
 
     def _run(
         self,

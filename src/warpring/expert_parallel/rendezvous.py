@@ -124,12 +124,12 @@ class Ranks:
         """All other ranks, starting behind this one, so that not all ranks turn to the same one first."""
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Start sending a contiguous CPU tensor; it is kept until `flush`."""
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, generation: int = 0) -> None:
+        """Start sending a contiguous CPU tensor; it is kept until `flush`. PeerTimeoutError if the peer is gone."""
         try:
             self._sent.append((self._gloo.send([tensor], peer, tag), tensor, peer))
         except RuntimeError as error:
-            raise self._lost(peer, "arrived", 0, Deadline(0), error) from error
+            raise self._lost(peer, "arrived", generation, Deadline(0), error) from error
 
     def receive(
         self, out: torch.Tensor, peer: int, tag: int, deadline: Deadline, *, flag: str, generation: int = 0
