@@ -39,8 +39,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
 from transformers.integrations.moe import ExpertsInterface
 
-from warpring import Experts, PackedExperts, pack_experts
-from warpring.bench.inputs import random_experts
+from warpring import Experts, PackedExperts
+from warpring.bench.inputs import random_experts, random_packed
 from warpring.bench.layer import free_bytes
 from warpring.bench.records import Record, append, record
 from warpring.bench.shapes import LayerShape, parse_shape
@@ -324,8 +324,9 @@ def to_record(
 
 def make_sets(shape: LayerShape, args: argparse.Namespace) -> Sets:
     """The sets of expert weights as the paths take them."""
-    stored = [random_experts(shape, args.format, args.device, seed=i) for i in range(args.weight_sets)]
-    return Sets(stored, [pack_experts(experts) for experts in stored] if args.device.type == "cuda" else [])
+    which = [(shape, args.format, args.device, seed) for seed in range(args.weight_sets)]
+    packed = [random_packed(*these) for these in which] if args.device.type == "cuda" else []
+    return Sets([random_experts(*these) for these in which], packed)
 
 
 def trial(path: str, args: argparse.Namespace, eager: bool) -> subprocess.Popen[str]:

@@ -3,8 +3,8 @@
     PYTHONPATH=src python bench/grouped.py
     PYTHONPATH=src python bench/grouped.py --formats bf16 --batches 64,8192 --time-budget 60
 
-The grouped path runs on row-major and on packed weights; beside it the decode paths up to MOST_DECODE tokens, and at
-every batch transformers' `grouped_mm` where it takes the format (BF16), on the same weights and routings. Afterwards
+The grouped path runs on row-major and on packed weights; beside it each decode path up to its most tokens, and at every
+batch transformers' `grouped_mm` where it takes the format (BF16), on the same weights and routings. Afterwards
 `python -m warpring.bench.crossovers` writes the library's crossovers and `python bench/plots.py` the ablation.
 """
 
@@ -30,9 +30,8 @@ from warpring.bench.tables import DECODE_MODEL
 RESULTS = Path(__file__).parent / "results" / "grouped.jsonl"
 FORMATS = "bf16,mxfp8,mxfp4,fp8_block"
 BATCHES = "32,64,96,128,192,256,384,512,1024,2048,4096,8192"
-#: Beyond this many tokens decode paths are hopeless: they take a multiple of the grouped path's time.
-MOST_DECODE = 512
-DECODE_PATHS = {"cuda": ["warp", "tile"], "cpu": ["cores"]}
+#: Decode paths of a device, and tokens beyond which each is hopeless: it takes a multiple of the grouped path's time.
+MOST_DECODE = {"cuda": {"warp": 192, "tile": 512}, "cpu": {"cores": 512}}
 PEERS = ("transformers_grouped_mm",)
 
 
@@ -60,21 +59,16 @@ def main() -> int:
             peers, reasons = find_peers(PEERS, bench.shape, format, args.device)
             print("".join(f"\n{name} is left out: {why}" for name, why in reasons.items()))
             peers.append(packed_grouped())
-            decode = [*DECODE_PATHS[args.device.type], "grouped"]
-            for paths, some in (
-                (decode, [b for b in batches if b <= MOST_DECODE]),
-                (["grouped"], [b for b in batches if b > MOST_DECODE]),
-            ):
-                left += [f"{model} {format} B={batch}" for batch in measure(bench, some, paths, peers, args, start)]
+            left += [f"{model} {format} B={batch}" for batch in measure(bench, batches, peers, args, start)]
     if left:
         print(f"\nthe time budget of {args.time_budget:.0f} s left out: {', '.join(left)}", file=sys.stderr)
     return 1 if left else 0
 
 
 def measure(
-    bench: LayerBench, batches: list[int], paths: list[str], peers: list[Peer], args: argparse.Namespace, start: float
+    bench: LayerBench, batches: list[int], peers: list[Peer], args: argparse.Namespace, start: float
 ) -> list[int]:
-    """Append and print the records of some batches; those that the time did not suffice for."""
+    """Append and print the records of one layer; gives the batches that the time did not suffice for."""
 
     def due() -> Iterator[int]:
         for batch in batches:
@@ -83,7 +77,8 @@ def measure(
             yield batch
 
     done: list[int] = []
-    for measured in bench.run(due(), paths, peers=peers):
+    most = MOST_DECODE[args.device.type]
+    for measured in bench.run(due(), [*most, "grouped"], peers=peers, most_tokens=most):
         if not done:
             print(f"{describe(measured[0])}\n{HEADER}")
         done.append(measured[0]["num_tokens"])

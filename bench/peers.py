@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from warpring.errors import WarpringError
 from warpring.reference import moe_exact
 
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
-TRIAL_SECONDS = 180
+#: Seconds that all trials together may take, or this share of --time-budget where that is less.
+TRIAL_SECONDS, TRIAL_SHARE = 180.0, 0.6
 
 
 def words(text: str) -> list[str]:
@@ -53,21 +55,28 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--time-budget", type=float, metavar="S", help="start no further batch after S seconds")
+    parser.add_argument(
+        "--time-budget", type=float, metavar="S", help="start no further batch after S seconds, trials included"
+    )
     parser.add_argument("--trial", action="store_true", help="try the one peer of --peers and say how it went, as JSON")
     args = parser.parse_args()
     if (args.models is None) != (args.formats is None):
         parser.error("--models and --formats go together; without both, the layers of docs/performance.md are measured")
     if args.trial:
         batches = [int(batch) for batch in args.batches]
-        print(json.dumps(try_peer(args.peers[0], args.models[0], args.formats[0], batches, args.device)))
+        for said in try_peer(args.peers[0], args.models[0], args.formats[0], batches, args.device):
+            print(json.dumps(said), flush=True)
         return 0
     start = time.monotonic()
     verdicts: dict[str, list[str]] = {name: [] for name in args.peers}
     layers = chosen_layers(args.models, args.formats)
     trials = {(model, format): start_trials(args, model, format, verdicts) for model, format in layers}
+    seconds = TRIAL_SECONDS if args.time_budget is None else min(TRIAL_SECONDS, TRIAL_SHARE * args.time_budget)
     # Every trial ends before anything is timed.
-    able = {key: finish_trials(running, *key, args.device, verdicts) for key, running in trials.items()}
+    able = {
+        key: finish_trials(running, *key, args.device, verdicts, start + seconds) for key, running in trials.items()
+    }
+    print(f"trials: {time.monotonic() - start:.0f} s", flush=True)
     for (model, format), peers in able.items():
         for said in measure_layer(args, model, format, peers, start):
             for name in verdicts:
@@ -89,8 +98,9 @@ def measure_layer(args: argparse.Namespace, model: str, format: str, peers: list
     """Append and print the records of one shape and format; says what was not measured."""
     try:
         return measure(args, args.paths, model, format, peers, start)
-    except WarpringError as error:
-        failure = str(error)
+    except (WarpringError, RuntimeError) as error:
+        # A failed launch, capture or allocation is a RuntimeError, and costs this layer alone where the GPU allows it.
+        failure = f"{type(error).__name__}: {error}"
     # A path of ours that fails must not cost the peers their records: once more, beside the first one alone.
     if len(args.paths) == 1:
         return [failure]
@@ -119,12 +129,14 @@ def measure(
     return []
 
 
-def try_peer(name: str, model: str, format: str, batches: list[int], device: torch.device) -> dict[str, Any]:
-    """Run one peer on one layer: `error`, or its least `cosine` and whether it is `capturable`."""
+def try_peer(name: str, model: str, format: str, batches: list[int], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Run one peer on one layer: an `error`, or after each batch the least `cosine` so far, whether it is `capturable`,
+    and the batch as `most_tokens`; the last one has no `most_tokens`, for then all batches were tried."""
     shape = parse_shape(model)
     peers, left_out = find_peers([name], shape, format, device)
     if left_out:
-        return {"error": left_out[name]}
+        yield {"error": left_out[name]}
+        return
     (peer,) = peers
     experts = random_experts(shape, format, device, seed=0)
     weights = peer.prepare(experts)
@@ -148,7 +160,8 @@ def try_peer(name: str, model: str, format: str, batches: list[int], device: tor
                 # What a failed capture leaves behind would disturb the next one: this process tries no other.
                 capturable = False
                 break
-    return {"cosine": cosine, "capturable": capturable}
+        yield {"cosine": cosine, "capturable": capturable, "most_tokens": num_tokens}
+    yield {"cosine": cosine, "capturable": capturable}
 
 
 def start_trials(
@@ -174,11 +187,12 @@ def finish_trials(
     format: str,
     device: torch.device,
     verdicts: dict[str, list[str]],
+    deadline: float,
 ) -> list[Peer]:
-    """The peers that ran and were right; adds to each one's verdicts what came of it."""
+    """The peers that ran and were right until `deadline`; adds to each one's verdicts what came of it."""
     peers: list[Peer] = []
     for name, process in running.items():
-        said = outcome(process)
+        said = outcome(process, max(0.0, deadline - time.monotonic()))
         where = f"{model} {format}"
         if said.get("error"):
             verdicts[name].append(f"{where}: left out, {said['error']}")
@@ -186,25 +200,29 @@ def finish_trials(
             verdicts[name].append(f"{where}: left out, its result is wrong (cosine {said['cosine']:.4f})")
         else:
             (peer,) = find_peers([name], parse_shape(model), format, device)[0]
-            peers.append(replace(peer, capturable=said["capturable"]))
+            most = said.get("most_tokens", peer.most_tokens)
+            peers.append(replace(peer, capturable=said["capturable"], most_tokens=most))
             how = "in a CUDA graph" if said["capturable"] else "call by call"
+            how += f" up to B={most}, for which the time for trials sufficed" if "most_tokens" in said else ""
             verdicts[name].append(f"{where}: timed {how}, cosine {said['cosine']:.6f}, {peer.note}")
     return peers
 
 
-def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a trial printed, or how it died."""
+def outcome(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+    """The last that a trial printed, or how it died. It is ended after so many seconds more: what it tried counts."""
+    late = False
     try:
-        out, err = process.communicate(timeout=TRIAL_SECONDS)
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        late = True
         process.kill()
-        process.communicate()
-        return {"error": f"gave no answer in {TRIAL_SECONDS} s"}
+        out, err = process.communicate()
     lines = out.strip().splitlines()
-    if process.returncode == 0 and lines:
+    if lines and (late or process.returncode == 0):
         return json.loads(lines[-1])
     last = (err.strip().splitlines() or ["no message"])[-1]
-    return {"error": f"died with exit code {process.returncode}: {last}"}
+    how = "gave no answer in the time for trials" if late else f"died with exit code {process.returncode}"
+    return {"error": f"{how}: {last}"}
 
 
 if __name__ == "__main__":

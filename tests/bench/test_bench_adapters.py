@@ -295,9 +295,11 @@ def test_script_records_the_peers_that_are_there_and_names_the_others(
 def test_transformers_on_a_gpu_passes_its_trial() -> None:
     pytest.importorskip("transformers")
     script = runpy.run_path(str(SCRIPT))
-    said = script["try_peer"]("transformers_batched_mm", "h256xi128xe8xk2", "bf16", [1, 9], torch.device("cuda"))
-    assert said["capturable"]
-    assert said["cosine"] > 0.9999
+    layer = ("transformers_batched_mm", "h256xi128xe8xk2", "bf16")
+    *said, last = script["try_peer"](*layer, [1, 9], torch.device("cuda"))
+    assert [each["most_tokens"] for each in said] == [1, 9]
+    assert last["capturable"]
+    assert last["cosine"] > 0.9999
 
 
 def test_trial_of_a_dying_peer_is_told_not_suffered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,9 +307,16 @@ def test_trial_of_a_dying_peer_is_told_not_suffered(monkeypatch: pytest.MonkeyPa
     popen = script["subprocess"].Popen
     pipes = {"stdout": -1, "stderr": -1, "text": True}
     dead = popen([sys.executable, "-c", "import os, sys; print('bad luck', file=sys.stderr); os._exit(3)"], **pipes)
-    assert script["outcome"](dead) == {"error": "died with exit code 3: bad luck"}
+    assert script["outcome"](dead, 60) == {"error": "died with exit code 3: bad luck"}
     fine = popen([sys.executable, "-c", f"print('chatter'); print({json.dumps(json.dumps({'cosine': 1.0}))})"], **pipes)
-    assert script["outcome"](fine) == {"cosine": 1.0}
+    assert script["outcome"](fine, 60) == {"cosine": 1.0}
+    sleeper = "import sys, time; print('compiling', file=sys.stderr); {}; sys.stdout.flush(); time.sleep(600)"
+    slow = popen([sys.executable, "-c", sleeper.format("pass")], **pipes)
+    assert script["outcome"](slow, 3) == {"error": "gave no answer in the time for trials: compiling"}
+    assert slow.returncode is not None, "it does not run on beside what is timed"
+    tried = json.dumps({"cosine": 0.5, "most_tokens": 4})
+    slow = popen([sys.executable, "-c", sleeper.format(f"print({json.dumps(tried)})")], **pipes)
+    assert script["outcome"](slow, 3) == {"cosine": 0.5, "most_tokens": 4}
 
 
 def test_layers_that_are_measured_without_a_choice_are_those_of_the_page() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from warpring import moe_decode
+from warpring import moe_decode, pack_experts
 from warpring.bench import crossovers, read_peak
 from warpring.bench.crossovers import PACKED_GROUPED, crossing, from_records, main, merge, search, tuning_bench
 from warpring.bench.inputs import make_routing, random_experts
@@ -210,7 +210,8 @@ def test_packed_grouped_peer_computes_the_layer() -> None:
     experts = random_experts(TINY, "mxfp8", CPU, seed=1)
     routing, x = make_routing(TINY, 5, seed=2), torch.randn(5, 64).bfloat16()
     out = torch.full_like(x, torch.nan)
-    peer.bind(peer.prepare(experts), x, routing.topk_idx, routing.topk_weights, out)()
+    assert peer.takes_packed
+    peer.bind(peer.prepare(pack_experts(experts)), x, routing.topk_idx, routing.topk_weights, out)()
     assert torch.equal(out, moe_decode(x, experts, routing.topk_idx, routing.topk_weights, path="grouped"))
 
 

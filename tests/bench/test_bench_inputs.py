@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from warpring import ArgumentError, Experts
-from warpring.bench.inputs import count_traffic, make_routing, one_expert, random_experts, read_load
+from warpring import ArgumentError, Experts, pack_experts
+from warpring.bench.inputs import (
+    count_traffic,
+    make_routing,
+    one_expert,
+    random_experts,
+    random_packed,
+    read_load,
+)
 from warpring.bench.shapes import MODELS, LayerShape, parse_shape
 from warpring.formats import FORMATS
 
@@ -85,6 +92,22 @@ def test_random_experts_are_finite_distinct_in_memory_and_repeatable(format: str
     same, other = random_experts(shape, format, "cpu", seed=3), random_experts(shape, format, "cpu", seed=4)
     assert torch.equal(same.dequantize()[0], w13)
     assert not torch.equal(other.dequantize()[0], w13)
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_random_packed_is_what_packing_all_experts_gives(format: str, num_shared: int) -> None:
+    shape = replace(TINY, has_bias=True)
+    shared = random_experts(replace(shape, num_experts=num_shared, topk=1), format, "cpu", 9) if num_shared else None
+    packed = random_packed(shape, format, "cpu", 3, shared)
+    whole = pack_experts(random_experts(shape, format, "cpu", seed=3), shared)
+    assert (packed.num_experts, packed.num_shared, packed.nbytes) == (7, num_shared, whole.nbytes)
+    for ours, theirs in ((packed.w13, whole.w13), (packed.w2, whole.w2)):
+        assert all(torch.equal(a, b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+    assert packed.w13_bias is not None
+    assert whole.w13_bias is not None
+    assert torch.equal(packed.w13_bias, whole.w13_bias)
+    assert packed.w13.records.untyped_storage().nbytes() == packed.w13.records.nbytes, "each expert has its own bytes"
 
 
 def stored_bytes(format: str, rows: int, cols: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from warpring import ArgumentError, Experts, UnsupportedError, WarpringError
+from warpring import ArgumentError, Experts, PackedExperts, UnsupportedError, WarpringError, unpack_experts
 from warpring.bench import layer, read_peak
 from warpring.bench.inputs import count_traffic, make_routing, random_experts
 from warpring.bench.layer import LayerBench, free_bytes
@@ -163,6 +163,19 @@ def test_peer_that_no_graph_can_hold_says_so() -> None:
 def test_peer_sits_out_the_batches_that_it_does_not_serve() -> None:
     found = list(bench().run([2, 3], ["reference"], peers=[copying_peer(most_tokens=2)]))
     assert [[rec["impl"] for rec in recs] for recs in found] == [["warpring", "other"], ["warpring"]]
+
+
+def test_path_sits_out_the_batches_beyond_its_most_tokens() -> None:
+    found = list(bench().run([2, 3], ["reference", "classical"], most_tokens={"reference": 2}))
+    assert [[rec["path"] for rec in recs] for recs in found] == [["reference", "classical"], ["classical"]]
+
+
+def test_peer_that_takes_packed_weights_gets_those_of_the_same_experts() -> None:
+    given: list[Any] = []
+    packed = replace(copying_peer(prepare=lambda w: given.append(w) or unpack_experts(w)), takes_packed=True)
+    recs = next(bench(seed=5).run([2], ["reference"], peers=[packed]))
+    assert [rec["impl"] for rec in recs] == ["warpring", "other"], "it computes the same layer"
+    assert all(isinstance(weights, PackedExperts) for weights in given)
 
 
 def test_peer_with_a_wrong_result_is_not_timed() -> None:

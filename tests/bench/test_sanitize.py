@@ -57,7 +57,7 @@ def test_log_has_every_tool_and_the_worst_exit_code_counts(
     fake.write_text(f'#!/bin/sh\necho "cached $PYTORCH_NO_CUDA_MEMORY_CACHING $*"\nexit {code}\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setitem(script["main"].__globals__, "run_part", lambda part: None)
+    monkeypatch.setitem(script["main"].__globals__, "run_part", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "expert_parallel", "--output", str(tmp_path)])
     assert script["main"]() == code
     log = (tmp_path / "sanitizer_expert_parallel.log").read_text()
@@ -66,6 +66,20 @@ def test_log_has_every_tool_and_the_worst_exit_code_counts(
     assert log.count("cached 1 --tool") == 2
     assert log.count("kernel_substring=ep_") == 2  # the command and its echo
     assert not (tmp_path / "sanitizer.log").exists()
+
+
+def test_some_of_the_formats_and_sizes_reach_the_run_inside(
+    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[tuple[list[str], list[int]]] = []
+    monkeypatch.setitem(script["main"].__globals__, "run_decode", lambda *args: ran.append(args))
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "decode", "--formats", "mxfp8", "--sizes", "2", "0", "--inside"])
+    assert script["main"]() == 0
+    assert ran == [(["mxfp8"], [2, 0])]
+    args = script["argparse"].Namespace(tool=["memcheck"], formats=["mxfp8"], sizes=[2, 0])
+    log, code = script["sanitize"]("/bin/true", "decode", args)
+    assert code == 0
+    assert "python bench/sanitize.py decode --formats mxfp8 --sizes 2 0 --inside" in log
 
 
 def test_unknown_part_is_refused(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

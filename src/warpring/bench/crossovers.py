@@ -26,8 +26,7 @@ from warpring.bench.shapes import LayerShape, parse_shape
 from warpring.bench.tables import read_results
 from warpring.bench.timing import Call
 from warpring.decode import moe_decode
-from warpring.experts import Experts
-from warpring.layout import PackedExperts, pack_experts
+from warpring.layout import PackedExperts
 from warpring.policy import DATA_DIR, Crossover, file_of, read, write
 
 #: The grouped path on packed weights, as records call it: it expands them, which costs other than row-major ones do.
@@ -53,10 +52,10 @@ def packed_grouped() -> Peer:
     ) -> Call:
         return partial(moe_decode, x, weights, idx, scores, out=out, path="grouped")
 
-    def prepare(experts: Experts) -> PackedExperts:
-        return pack_experts(experts)
+    def prepare(packed: PackedExperts) -> PackedExperts:
+        return packed
 
-    return Peer(PACKED_GROUPED, "path grouped on packed weights", prepare, bind, copies_weights=True)
+    return Peer(PACKED_GROUPED, "path grouped on packed weights", prepare, bind, takes_packed=True)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from warpring.bench.shapes import LayerShape
 from warpring.errors import ArgumentError
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, get_format
+from warpring.layout import PackedExperts, pack_experts
 
 #: Experts that are drawn; the others of the layer repeat them.
 NUM_DRAWN = 4
@@ -33,6 +34,25 @@ def random_experts(shape: LayerShape, format: str, device: torch.device | str, s
     """
     few = drawn_experts(shape, format, device, seed, min(NUM_DRAWN, shape.num_experts))
     return repeat_experts(few, torch.arange(shape.num_experts, device=device) % few.num_experts)
+
+
+def random_packed(
+    shape: LayerShape, format: str, device: torch.device | str, seed: int, shared: Experts | None = None
+) -> PackedExperts:
+    """`pack_experts(random_experts(...), shared)` bit for bit, without packing equal experts over and over."""
+    drawn = min(NUM_DRAWN, shape.num_experts)
+    few = pack_experts(drawn_experts(shape, format, device, seed, drawn), shared)
+    which = torch.arange(shape.num_experts, device=device) % drawn
+    # Shared experts lie behind the routed ones.
+    which = torch.cat((which, torch.arange(drawn, drawn + few.num_shared, device=device)))
+    return replace(
+        few,
+        w13=few.w13.map(lambda t: t[which]),
+        w2=few.w2.map(lambda t: t[which]),
+        num_experts=shape.num_experts,
+        w13_bias=None if few.w13_bias is None else few.w13_bias[which],
+        w2_bias=None if few.w2_bias is None else few.w2_bias[which],
+    )
 
 
 def drawn_experts(shape: LayerShape, format: str, device: torch.device | str, seed: int, drawn: int) -> Experts:

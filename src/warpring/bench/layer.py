@@ -12,7 +12,15 @@ from pathlib import Path
 
 import torch
 
-from warpring.bench.inputs import Routing, Traffic, count_traffic, make_routing, one_expert, random_experts
+from warpring.bench.inputs import (
+    Routing,
+    Traffic,
+    count_traffic,
+    make_routing,
+    one_expert,
+    random_experts,
+    random_packed,
+)
 from warpring.bench.peer import Peer
 from warpring.bench.read_peak import read_peak_gbs
 from warpring.bench.records import Record, record
@@ -22,7 +30,7 @@ from warpring.classical import prepare
 from warpring.decode import moe_decode
 from warpring.errors import ArgumentError, WarpringError
 from warpring.experts import Experts
-from warpring.layout import PackedExperts, pack_experts
+from warpring.layout import PackedExperts
 from warpring.reference import moe_exact
 
 #: A replay touches at least this many times the cache, so that no layer finds its weights there.
@@ -78,6 +86,7 @@ class LayerBench:
         paths: Sequence[str],
         *,
         peers: Sequence[Peer] = (),
+        most_tokens: Mapping[str, int] | None = None,
         on_stage: Callable[[str], None] = lambda _: None,
     ) -> Iterator[list[Record]]:
         """Measure; yields the records of one batch (one a path or peer, timed in turns) as soon as it is done.
@@ -85,7 +94,9 @@ class LayerBench:
         Args:
             batches: token counts, each at least 1; each is asked for when the one before it has been yielded.
             paths: values of `moe_decode`'s `path`.
-            peers: other libraries' layers, on the same weights and routings; left out of batches beyond `most_tokens`.
+            peers: other libraries' layers, on the same weights and routings; left out of batches beyond their
+                `most_tokens`.
+            most_tokens: path -> the largest batch that it is measured at (default: any).
             on_stage: is told in words what goes on now.
 
         Raises:
@@ -108,22 +119,21 @@ class LayerBench:
             self._grow(sets, len(layers), paths, reserve, peers)
             on_stage(f"B={num_tokens}")
             able = [peer for peer in peers if num_tokens <= peer.most_tokens]
-            yield self._measure(num_tokens, layers, sets, paths, peak_gbs, able)
+            some = [path for path in paths if num_tokens <= (most_tokens or {}).get(path, num_tokens)]
+            yield self._measure(num_tokens, layers, sets, some, peak_gbs, able)
 
     def _layers(self, num_tokens: int) -> list[Routing]:
         """A routing of its own for every layer of a replay, as many as make the replay outgrow the cache."""
         least, most = self.layers or LAYERS[self.device.type]
-        routings = [
-            make_routing(self.shape, num_tokens, self.routing, seed=self.seed * most + layer, load=self.load)
-            for layer in range(most)
-        ]
         expert_bytes = one_expert(self.shape, self.format).nbytes
-        touched, count = 0, 0
-        while count < most and (count < least or touched < CACHE_MULTIPLE * cache_bytes(self.device)):
-            idx = routings[count].topk_idx
-            touched += idx[idx >= 0].unique().numel() * expert_bytes
-            count += 1
-        return [routing.to(self.device) for routing in routings[:count]]
+        routings: list[Routing] = []
+        touched = 0
+        while len(routings) < most and (len(routings) < least or touched < CACHE_MULTIPLE * cache_bytes(self.device)):
+            seed = self.seed * most + len(routings)
+            routing = make_routing(self.shape, num_tokens, self.routing, seed=seed, load=self.load)
+            touched += routing.topk_idx[routing.topk_idx >= 0].unique().numel() * expert_bytes
+            routings.append(routing.to(self.device))
+        return routings
 
     def _grow(
         self, sets: list[WeightSet], wanted: int, paths: Sequence[str], reserve: float, peers: Sequence[Peer]
@@ -132,7 +142,8 @@ class LayerBench:
         set_bytes = self.shape.num_experts * one_expert(self.shape, self.format).nbytes
         if "classical" in paths and self.format != "bf16":
             set_bytes += self.shape.num_experts * one_expert(self.shape, "bf16").nbytes
-        own_copies = ("tile" in paths) + sum(peer.copies_weights for peer in peers)
+        packed = "tile" in paths or any(peer.takes_packed for peer in peers)
+        own_copies = packed + sum(peer.copies_weights for peer in peers)
         set_bytes += own_copies * self.shape.num_experts * one_expert(self.shape, self.format).nbytes
         while len(sets) < wanted:
             free = free_bytes(self.device)
@@ -143,11 +154,13 @@ class LayerBench:
                     f"LayerBench.run: a layer {self.shape.size} in {self.format} needs {set_bytes / 1e9:.1f} GB, "
                     f"and {self.device} has {free / 1e9:.1f} GB free. Take a narrower format or fewer experts."
                 )
-            experts = random_experts(self.shape, self.format, self.device, seed=self.seed + len(sets))
+            which = (self.shape, self.format, self.device, self.seed + len(sets))
+            experts = random_experts(*which)
+            in_tiles = random_packed(*which) if packed else None
             if "classical" in paths:
                 prepare(experts)
-            of_peers = {peer.name: peer.prepare(experts) for peer in peers}
-            sets.append(WeightSet(experts, pack_experts(experts) if "tile" in paths else None, of_peers))
+            of_peers = {peer.name: peer.prepare(in_tiles if peer.takes_packed else experts) for peer in peers}
+            sets.append(WeightSet(experts, in_tiles, of_peers))
 
     def _measure(
         self,
@@ -158,9 +171,9 @@ class LayerBench:
         peak_gbs: float,
         peers: Sequence[Peer],
     ) -> list[Record]:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator(self.device).manual_seed(self.seed)
         size = (len(layers), num_tokens, self.shape.hidden)
-        x = torch.randn(size, generator=generator).to(self.device, torch.bfloat16)
+        x = torch.randn(size, generator=generator, device=self.device, dtype=torch.bfloat16)
         out = torch.empty_like(x)
         chosen = [sets[i % len(sets)] for i in range(len(layers))]
         variants: dict[str, list[Call]] = {

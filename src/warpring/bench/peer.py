@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from warpring.bench.timing import Call
-from warpring.experts import Experts
 
 #: (weights, x [num_tokens, hidden] bf16, topk_idx int64, topk_weights fp32, out like x) -> a call that writes `out`
 #: or gives a tensor of its own.
@@ -23,8 +22,10 @@ class Peer:
     Attributes:
         name: as records hold it, in `impl`.
         note: its version and what to know of its figures, for the records' `note`.
-        prepare: one layer's weights as the peer takes them, made once and not timed; shares memory where it can.
+        prepare: `Experts` -> one layer's weights as the peer takes them, made once and not timed; shares memory where
+            it can.
         bind: everything about one layer's inputs that is done ahead and not timed; the call that it gives is timed.
+        takes_packed: whether `prepare` is given `PackedExperts`, the tile path's own, instead.
         copies_weights: whether `prepare` holds weights of its own, as large as ours.
         capturable: whether a CUDA graph can hold its calls.
         most_tokens: the largest batch that it serves.
@@ -32,8 +33,9 @@ class Peer:
 
     name: str
     note: str
-    prepare: Callable[[Experts], Any]
+    prepare: Callable[[Any], Any]
     bind: Bind
+    takes_packed: bool = False
     copies_weights: bool = False
     capturable: bool = True
     most_tokens: int = 1 << 30

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from warpring.bench.inputs import Routing, make_routing, one_expert, random_experts
+from warpring.bench.inputs import Routing, make_routing, one_expert, random_experts, random_packed
 from warpring.bench.layer import CACHE_MULTIPLE, LAYERS, LEAST_COSINE, MEMORY_SHARE, free_bytes, least_cosine
 from warpring.bench.markdown import DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.read_peak import read_peak_gbs
@@ -23,7 +23,7 @@ from warpring.bench.shapes import LayerShape
 from warpring.bench.timing import Call, Measured, cache_bytes, measure
 from warpring.decode import moe_decode
 from warpring.errors import WarpringError
-from warpring.layout import PackedExperts, pack_experts, unpack_experts, unpack_shared
+from warpring.layout import PackedExperts, unpack_experts, unpack_shared
 from warpring.reference import moe_exact
 
 KINDS = ("none", "fused", "separate")
@@ -115,16 +115,14 @@ class SharedBench:
         expert_bytes = one_expert(self.shape, self.format).nbytes
         wanted = min(MOST_SETS, LAYERS[self.device.type][0])
         set_bytes = (self.shape.num_experts + self.num_shared) * expert_bytes
-        # While a set is packed its row-major weights are there too.
+        # The check unpacks one of them.
         held = int(MEMORY_SHARE * free_bytes(self.device)) // set_bytes - 1
         return [self._weight_set(self.seed + number) for number in range(max(1, min(wanted, held)))]
 
     def _weight_set(self, seed: int) -> PackedExperts:
         shared = replace(self.shape, num_experts=self.num_shared, topk=1, routed_over=0)
-        return pack_experts(
-            random_experts(self.shape, self.format, self.device, seed),
-            random_experts(shared, self.format, self.device, seed + (1 << 20)),
-        )
+        beside = random_experts(shared, self.format, self.device, seed + (1 << 20))
+        return random_packed(self.shape, self.format, self.device, seed, beside)
 
     def _layers(self, num_tokens: int, sets: Sequence[PackedExperts]) -> list[_Layer]:
         """As many as make the replay outgrow the cache, each with a routing of its own."""
