@@ -33,7 +33,6 @@ from warpring.bench.peer import Peer
 from warpring.bench.records import append
 from warpring.bench.shapes import parse_shape
 from warpring.bench.timing import capture
-from warpring.errors import WarpringError
 from warpring.reference import moe_exact
 
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
@@ -96,18 +95,14 @@ def chosen_layers(models: list[str] | None, formats: list[str] | None) -> list[t
 
 def measure_layer(args: argparse.Namespace, model: str, format: str, peers: list[Peer], start: float) -> list[str]:
     """Append and print the records of one shape and format; says what was not measured."""
-    try:
-        return measure(args, args.paths, model, format, peers, start)
-    except (WarpringError, RuntimeError) as error:
-        # A failed launch, capture or allocation is a RuntimeError, and costs this layer alone where the GPU allows it.
-        failure = f"{type(error).__name__}: {error}"
-    # A path of ours that fails must not cost the peers their records: once more, beside the first one alone.
-    if len(args.paths) == 1:
-        return [failure]
-    return [
-        failure,
-        *measure_layer(argparse.Namespace(**vars(args) | {"paths": args.paths[:1]}), model, format, peers, start),
-    ]
+    failures: list[str] = []
+    # Neither a path of ours that fails nor a peer that fails here, though not in its trial, costs others their rows.
+    for paths, some in ((args.paths, peers), (args.paths[:1], peers), (args.paths, [])):
+        try:
+            return [*failures, *measure(args, paths, model, format, some, start)]
+        except Exception as error:  # whatever a library raises
+            failures.append(f"{', '.join([*paths, *(peer.name for peer in some)])}: {type(error).__name__}: {error}")
+    return failures
 
 
 def measure(

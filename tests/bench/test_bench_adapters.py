@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 import sys
@@ -17,6 +18,7 @@ from warpring.bench import adapters
 from warpring.bench.adapters import ADAPTERS, find_peers, logits_of, why_not
 from warpring.bench.compared import PEER_LAYERS
 from warpring.bench.inputs import make_routing, random_experts
+from warpring.bench.peer import Peer
 from warpring.bench.records import load
 from warpring.bench.shapes import MODELS, LayerShape
 from warpring.formats import QuantizedTensor, get_format
@@ -317,6 +319,30 @@ def test_trial_of_a_dying_peer_is_told_not_suffered(monkeypatch: pytest.MonkeyPa
     tried = json.dumps({"cosine": 0.5, "most_tokens": 4})
     slow = popen([sys.executable, "-c", sleeper.format(f"print({json.dumps(tried)})")], **pipes)
     assert script["outcome"](slow, 3) == {"cosine": 0.5, "most_tokens": 4}
+
+
+def test_peer_that_fails_only_where_it_is_timed_costs_our_paths_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(SCRIPT))
+    tried: list[tuple[list[str], int]] = []
+
+    def measure(
+        args: argparse.Namespace, paths: list[str], model: str, format: str, peers: list[Peer], start: float
+    ) -> list[str]:
+        tried.append((paths, len(peers)))
+        if peers:
+            raise AssertionError("no such layout")
+        return ["B=8: left out"]
+
+    monkeypatch.setitem(script["measure_layer"].__globals__, "measure", measure)
+    args = argparse.Namespace(paths=["warp", "tile"])
+    peer = Peer("other", "", lambda experts: experts, lambda *_: lambda: None)
+    said = script["measure_layer"](args, "gpt-oss-120b", "mxfp4", [peer], 0.0)
+    assert tried == [(["warp", "tile"], 1), (["warp"], 1), (["warp", "tile"], 0)]
+    assert said == [
+        "warp, tile, other: AssertionError: no such layout",
+        "warp, other: AssertionError: no such layout",
+        "B=8: left out",
+    ]
 
 
 def test_layers_that_are_measured_without_a_choice_are_those_of_the_page() -> None:
