@@ -277,7 +277,9 @@ def measure_bucket(
     cosine = compare(forms, steps)
     base = next(iter(forms))
     experts = distinct_experts(forms[base], steps[base])
-    timed = measure({name: [run] for name, run in steps.items()}, args.device, args.repeats, eager=args.eager)
+    calls = {name: [run] for name, run in steps.items()}
+    # A step takes milliseconds, and every replay is preceded by another: one more warms up all there is.
+    timed = measure(calls, args.device, args.repeats, warmup=1, eager=args.eager)
     note = (
         f"{args.layers} layers, {args.weight_sets} sets of expert weights, {experts:.1f} experts hit a layer, "
         f"least cosine of two paths' experts {cosine:.4f}"
@@ -340,12 +342,21 @@ def trial(path: str, args: argparse.Namespace, eager: bool) -> subprocess.Popen[
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def try_paths(args: argparse.Namespace) -> list[str]:
-    """Leave in `args` the paths that work, with those that no graph can hold in `args.eager`; says which do not."""
+def start_trials(args: argparse.Namespace, eager: bool = False) -> dict[str, subprocess.Popen[str]]:
+    """A trial of each path that is to be called eagerly, or of each other one, all at once."""
+    return {path: trial(path, args, eager) for path in args.paths if (path in args.eager) == eager}
+
+
+def end_trials(args: argparse.Namespace, running: dict[str, subprocess.Popen[str]]) -> list[str]:
+    """Leave in `args` the paths that work, with those that no graph can hold in `args.eager`; says which do not.
+
+    Args:
+        args: of the script.
+        running: of `start_trials`, of paths in a graph.
+    """
     said: list[str] = []
     for eager in (False, True):
-        untried = [path for path in args.paths if (path in args.eager) == eager]
-        for path, process in [(path, trial(path, args, eager)) for path in untried]:
+        for path, process in (start_trials(args, eager) if eager else running).items():
             out = process.communicate()[0]
             if process.returncode == 0:
                 continue
@@ -386,9 +397,11 @@ def main() -> int:
     args = parse_args()
     start = time.monotonic()
     shape = parse_shape(args.model)
-    left_out = [] if args.no_trials else try_paths(args)
+    # Each trial spends its time on starting; meanwhile the model is made.
+    running = {} if args.no_trials else start_trials(args)
     sets = make_sets(shape, args)
     model = make_model(shape, args, sets.stored)
+    left_out = [] if args.no_trials else end_trials(args, running)
     forms = make_forms(model, args.paths, sets)
     print(f"{shape.name}, {args.layers} layers, {args.format}: made in {time.monotonic() - start:.0f} s", flush=True)
     for batch in args.batches:

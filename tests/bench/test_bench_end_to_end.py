@@ -155,9 +155,11 @@ def test_path_that_fails_its_trial_is_tried_eagerly_and_then_left_out(
         code = f"print('chatter'); print('{path} is ill'); raise SystemExit({int(fails)})"
         return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
-    monkeypatch.setitem(script["try_paths"].__globals__, "trial", trial)
+    monkeypatch.setitem(script["start_trials"].__globals__, "trial", trial)
     args.paths, args.eager = ["warp", "batched_mm", "grouped_mm"], []
-    said = script["try_paths"](args)
+    running = script["start_trials"](args)
+    assert list(running) == args.paths
+    said = script["end_trials"](args, running)
     assert (args.paths, args.eager) == (["batched_mm", "grouped_mm"], ["grouped_mm"])
     assert said == [
         "warp, in a CUDA graph: warp is ill",
