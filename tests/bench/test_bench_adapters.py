@@ -7,11 +7,12 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from stand_ins import stand_in
 
 from warpring import ArgumentError, gpt_oss_swiglu
 from warpring.bench import adapters
@@ -53,18 +54,6 @@ def compute(
             gate, up = (second, first) if up_first else (first, second)
             y[token] += weights[token, slot] * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
     return y.bfloat16()
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
-    """A module of that name, and its parents, in sys.modules."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        parent = ".".join(parts[:count])
-        if parent not in sys.modules or not hasattr(sys.modules[parent], "stand_in"):
-            module = ModuleType(parent)
-            vars(module).update(stand_in=True, __version__="1.2", __path__=[])
-            monkeypatch.setitem(sys.modules, parent, module)
-    vars(sys.modules[name]).update(contents)
 
 
 def run_peer(

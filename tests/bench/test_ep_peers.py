@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from stand_ins import stand_in
 
 from warpring import Experts, UnsupportedError, WarpringError, gpt_oss_swiglu
 from warpring.activation import clipped_swiglu
@@ -74,18 +75,6 @@ def compute(staged: Buffers, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tenso
 
 def dense(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return weight.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
-    """A module of that name, and its parents, in sys.modules."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        parent = ".".join(parts[:count])
-        if parent not in sys.modules or not hasattr(sys.modules[parent], "stand_in"):
-            module = ModuleType(parent)
-            vars(module).update(stand_in=True, __version__="1.2", __path__=[])
-            monkeypatch.setitem(sys.modules, parent, module)
-    vars(sys.modules[name]).update(contents)
 
 
 def as_tuple(*given: Any) -> tuple[Any, ...]:

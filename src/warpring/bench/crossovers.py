@@ -8,7 +8,6 @@ the exit code is 1 if a file is not what the records say.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from warpring.bench.data_files import main_of
 from warpring.bench.layer import LayerBench
 from warpring.bench.peer import Peer
 from warpring.bench.records import OWN_IMPL, Record, newest
@@ -217,20 +217,7 @@ def tuning_bench(shape: LayerShape, format: str, device: torch.device, seed: int
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the library's crossovers, or with --check only say which file is stale."""
-    parser = argparse.ArgumentParser(
-        prog="python -m warpring.bench.crossovers", description="Write src/warpring/data/crossovers from bench/results."
-    )
-    parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the current folder)")
-    parser.add_argument("--output", type=Path, default=DATA_DIR, help="default: the package's own data")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is stale")
-    args = parser.parse_args(argv)
-    changed = stale(args.root, args.output)
-    for gpu, crossovers in changed.items():
-        target = file_of(args.output, gpu)
-        print(f"{'stale' if args.check else 'wrote'}: {target}")
-        if not args.check:
-            write(target, gpu, crossovers)
-    return 1 if args.check and changed else 0
+    return main_of("warpring.bench.crossovers", DATA_DIR, stale, write, argv)
 
 
 if __name__ == "__main__":

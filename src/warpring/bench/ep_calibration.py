@@ -8,7 +8,6 @@ nothing is written and the exit code is 1 if a file is not what the records say.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from warpring.bench.data_files import main_of
 from warpring.bench.ep_measured import HELD_OUT, Point, points_of
 from warpring.bench.records import Record
 from warpring.bench.tables import read_results
@@ -189,21 +189,7 @@ def stale(root: Path, directory: Path) -> dict[str, Calibration]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the library's constants, or with --check only say which file is stale."""
-    parser = argparse.ArgumentParser(
-        prog="python -m warpring.bench.ep_calibration",
-        description="Write src/warpring/data/expert_parallel from bench/results.",
-    )
-    parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the current folder)")
-    parser.add_argument("--output", type=Path, default=DATA_DIR, help="default: the package's own data")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is stale")
-    args = parser.parse_args(argv)
-    changed = stale(args.root, args.output)
-    for device, calibration in changed.items():
-        target = file_of(args.output, device)
-        print(f"{'stale' if args.check else 'wrote'}: {target}. {calibration.statement}")
-        if not args.check:
-            write(target, device, calibration)
-    return 1 if args.check and changed else 0
+    return main_of("warpring.bench.ep_calibration", DATA_DIR, stale, write, argv, lambda said: f". {said.statement}")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,31 @@ def run(args: argparse.Namespace) -> int:
     return 0 if met else 1
 
 
+def _verifier(
+    args: argparse.Namespace,
+    group: Any | None,
+    device: torch.device,
+    model: str,
+    form: str,
+    num_shared: int,
+    **sizes: Any,
+) -> Verifier:
+    """What runs and judges the layer; `sizes` are further arguments of it."""
+    from warpring.bench.ep_cases import Verifier
+
+    return Verifier(
+        model,
+        group,
+        device,
+        activation="fp8" if form == "fp8" else "bf16",
+        num_shared=num_shared,
+        seed=args.seed,
+        timeout=args.timeout,
+        comm_sms=args.comm_sms,
+        **sizes,
+    )
+
+
 def _verify(
     args: argparse.Namespace,
     console: Any,
@@ -91,18 +116,9 @@ def _verify(
     num_shared: int,
 ) -> bool:
     """One layer and all of its cases; whether every bound was met on every rank."""
-    from warpring.bench.ep_cases import Verifier, cases
+    from warpring.bench.ep_cases import cases
 
-    verifier = Verifier(
-        model,
-        group,
-        device,
-        activation="fp8" if form == "fp8" else "bf16",
-        num_shared=num_shared,
-        seed=args.seed,
-        timeout=args.timeout,
-        comm_sms=args.comm_sms,
-    )
+    verifier = _verifier(args, group, device, model, form, num_shared)
     replays = args.replays or (100 if device.type == "cuda" else 3)
     with verifier.layer:
         results: list[tuple[Case, Outcome]] = []
@@ -124,22 +140,12 @@ def _soak(
     num_shared: int,
 ) -> bool:
     """One layer, replayed without a pause; whether every bound was met on every rank."""
-    from warpring.bench.ep_cases import FORMATS, Verifier
+    from warpring.bench.ep_cases import FORMATS
     from warpring.bench.ep_soak import SOAK_FORMAT, SOAK_TOKENS, Soak, soak_fields
     from warpring.bench.records import append, record
 
-    verifier = Verifier(
-        model,
-        group,
-        device,
-        format=FORMATS.get(model, SOAK_FORMAT),
-        activation="fp8" if form == "fp8" else "bf16",
-        num_shared=num_shared,
-        seed=args.seed,
-        max_tokens=SOAK_TOKENS,
-        timeout=args.timeout,
-        comm_sms=args.comm_sms,
-    )
+    sizes = {"format": FORMATS.get(model, SOAK_FORMAT), "max_tokens": SOAK_TOKENS}
+    verifier = _verifier(args, group, device, model, form, num_shared, **sizes)
     with verifier.layer:
         outcome = worst_of_ranks(group, Soak(verifier, args.seed).run(args.soak, min(args.checked, args.soak)))
         fields = soak_fields(verifier, model, outcome, args.seed)
