@@ -131,7 +131,9 @@ def test_gpu_records_are_valid_and_touch_more_than_the_cache(format: str) -> Non
         assert layers * warp["unique_bytes"] > layer.CACHE_MULTIPLE * l2_bytes
         assert warp["launches"] == 2
         assert classical["launches"] > 8
-        assert 0 < warp["fraction_of_peak"] < 1.05
+        # Probed once more: where another process used the GPU meanwhile, the record's peak is too low.
+        peak = read_peak.read_peak_gbs(torch.device("cuda"))
+        assert 0 < warp["fraction_of_peak"] * warp["read_peak_gbs"] / peak < 1.05
 
 
 def copying_peer(**changed: Any) -> Peer:
