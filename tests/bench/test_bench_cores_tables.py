@@ -26,6 +26,7 @@ RECORDS = [
     decode(900.0, date="2026-01-01T00:00:00Z"),
     decode(1000.0),
     decode(3000.0, num_tokens=4),
+    decode(9000.0, num_tokens=512, commit="of-no-row"),
     peer("torch_eager", 5000.0),
     peer("torch_grouped_mm", 4000.0),
     peer("llama.cpp_q8_0", 2000.0),
@@ -44,6 +45,7 @@ def test_layer_shows_the_newest_record_and_its_factor_over_the_fastest_torch_for
     assert lines[9].startswith("| torch_grouped_mm | 4000 (1.00 x) |")
     assert lines[10].startswith("| llama.cpp_q8_0 | 2000 (2.00 x) |")
     assert "Measured on Some CPU (2 cores);" in lines[12]
+    assert "of-no-row" not in lines[12], "a batch that is not shown"
     assert len(lines) == 13
 
 

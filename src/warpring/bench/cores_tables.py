@@ -27,6 +27,8 @@ def cores_layer(model: str) -> Callable[[Sequence[Record]], str]:
 
     def table(records: Sequence[Record]) -> str:
         decode = [rec for rec in records if rec["bench"] == "decode" and rec["model"] == model]
+        # Larger batches, of which crossovers are made, are not shown.
+        decode = [rec for rec in decode if rec["num_tokens"] in BATCHES]
         decode = [rec for rec in decode if rec.get("path") == "cores" or rec["impl"].startswith((*TORCH_FORMS, *PEERS))]
         points = newest(on_latest_cpu(decode), ("format", "num_tokens", "impl", "path"))
         found = {(_form(rec), rec["num_tokens"]): rec for rec in points}
