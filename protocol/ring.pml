@@ -3,7 +3,8 @@
    RANKS ranks make CALLS calls. Each rank has COMM CTAs of role1, COMPUTE CTAs of role2 and role3, each a process, so that
    any of them may be as slow as it likes, and ranks as many calls apart as the protocol lets them be. Before each call a
    rank picks whom its tokens go to: nobody, the next rank, or all (with COARSE not all); each rank that gets tokens makes
-   BLOCKS blocks of them. A block has N1 tasks of the first and N2 of the second GEMM, dealt out in the order of role2.
+   BLOCKS blocks of them. A block has N1 tasks of the first and N2 of the second GEMM; CTAs draw them in the order of role2's
+   list, each the next one before it runs the last.
    Waits have no bound here: one that would time out is a deadlock.
 
    What is checked. Data carry who wrote them (call, or call and block); a read is two steps that must both find what was
@@ -75,6 +76,7 @@ byte l1_full[RANKS * SLOTS];
 byte l1_empty[RANKS * SLOTS];
 byte l2_full[RANKS * SLOTS];        /* a mask, toggled */
 byte l2_empty[RANKS * SLOTS];
+byte tickets[RANKS];                /* tasks drawn, in all calls */
 
 /* What the model knows, and no kernel reads: routing of the running call, kernels that have ended (the edges of the graph),
    tasks of the second GEMM that have run in this call. */
@@ -121,6 +123,16 @@ byte consumed[RANKS];
 #define TOKENS_THERE(slot, use) true
 #else
 #define TOKENS_THERE(slot, use) (l1_full[slot] >= (use) + 1)
+#endif
+#ifdef NO_TOKENS_OF_SECOND
+#define FILLED(slot, use) true
+#else
+#define FILLED(slot, use) TOKENS_THERE(slot, use)
+#endif
+#ifdef NO_LAST_TICKETS
+#define FIRST_TICKET(rank, call) (block_base[rank] * (N1 + N2))
+#else
+#define FIRST_TICKET(rank, call) (block_base[rank] * (N1 + N2) + ((call) - 1) * COMPUTE)
 #endif
 #ifdef NO_L1_EMPTY
 #define TOKENS_READ(slot, use) true
@@ -298,7 +310,7 @@ inline read_act(block) {
 /* Results go to the block's owner: the real info names it, the model finds it in the routing. */
 inline second_gemm(block) {
     atomic {
-        ACT_THERE(SLOT(rank, block), USE(rank, block));
+        FILLED(SLOT(rank, block), USE(rank, block)) && ACT_THERE(SLOT(rank, block), USE(rank, block));
         read_act(block);
         STEP
         read_act(block);
@@ -317,29 +329,40 @@ inline second_gemm(block) {
     }
 }
 
+/* The task after the one that is about to run is drawn. Whoever draws one behind the list draws no more. */
+inline run_task(first, block, task) {
+    if
+    :: place == drawn ->
+        atomic { drawn = tickets[rank] - FIRST_TICKET(rank, call); tickets[rank]++ }
+        if
+        :: first -> first_gemm(block, task)
+        :: else -> second_gemm(block)
+        fi
+    :: else
+    fi;
+    place++
+}
+
 proctype Role2(byte rank; byte cta) {
-    byte call, step, task, turn, blocks, senders, source, i;
+    byte call, step, task, drawn, place, blocks, senders, source, i;
     for (call : 1 .. CALLS) {
-        atomic { generation[rank] == call - 1 && PLAN_CAME(rank, call); blocks = plan_blocks[rank] }
+        atomic {
+            generation[rank] == call - 1;
+            drawn = tickets[rank] - FIRST_TICKET(rank, call);
+            tickets[rank]++
+        }
+        atomic { PLAN_CAME(rank, call); blocks = plan_blocks[rank] }
         do
         :: blocks > 0 && step < blocks + LAG ->
             for (task : 0 .. N1 - 1) {
                 if
-                :: step < blocks && turn == cta -> first_gemm(step, task)
-                :: else
-                fi;
-                if
-                :: step < blocks -> turn = (turn + 1) % COMPUTE
+                :: step < blocks -> run_task(true, step, task)
                 :: else
                 fi
             }
             for (task : 0 .. N2 - 1) {
                 if
-                :: step >= LAG && turn == cta -> second_gemm(step - LAG)
-                :: else
-                fi;
-                if
-                :: step >= LAG -> turn = (turn + 1) % COMPUTE
+                :: step >= LAG -> run_task(false, step - LAG, task)
                 :: else
                 fi
             }
@@ -353,7 +376,7 @@ proctype Role2(byte rank; byte cta) {
             PEER_STEP
             finished[rank * RANKS + rank]++;
             computed[rank]++;
-            i = 0; step = 0; task = 0; turn = 0; blocks = 0
+            i = 0; step = 0; task = 0; drawn = 0; place = 0; blocks = 0
         }
     }
 }

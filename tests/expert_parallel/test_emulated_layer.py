@@ -23,6 +23,7 @@ from warpring.expert_parallel.packing import pack_ep
 from warpring.expert_parallel.problem import Problem, local_experts
 from warpring.expert_parallel.roles import Roles, failure
 from warpring.expert_parallel.workspace import plan_schedule
+from warpring.formats import ceil_div
 from warpring.runtime import by_value
 from warpring.runtime.jit import KernelSpec
 
@@ -141,6 +142,39 @@ def test_every_pair_on_one_expert_goes_round_the_ring(monkeypatch: pytest.Monkey
         check_results(problem, weights, one)
         exact = moe_exact(one.x, weights.routed, one.topk_idx, one.topk_weights)
         assert least_cosine(one.out.flatten()[None], exact.flatten()[None]) > 0.997
+
+
+@EMULATED
+@pytest.mark.parametrize("seed", [6, 25, 27, 29, 32])
+def test_rings_of_the_fewest_slots_go_round_with_any_grid(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few slots and CTAs far apart: uses of a slot that look alike, entries of the queue that are used again."""
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(*values: Any) -> Any:
+        return values[int(torch.randint(len(values), (), generator=g))]
+
+    sizes = {"format": pick("fp8_block", "mxfp4"), "intermediate": pick(64, 128, 192), "hidden": pick(128, 256)}
+    problem = replace(BASE, max_tokens_per_rank=24, num_shared=pick(0, 1), **sizes)
+    ctas = pick(1, 2, 3, 4, 5, 6)
+    least = ceil_div(ctas, problem.num_neuron_tasks) + 3
+    ranks = HostRanks(
+        problem, weights := weights_of(problem), monkeypatch,
+        num_slots=least + pick(0, 1), comm_ctas=pick(1, 2, 3, 4), compute_ctas=ctas,
+    )  # fmt: skip
+    calls: list[list[Call]] = []
+    for _ in range(3):
+        calls.append([make_call(problem, pick(*range(25)), g) for _ in range(2)])
+        if pick(False, True):
+            for call in calls[-1]:
+                call.topk_idx[:] = 3
+                call.topk_weights.nan_to_num_(0.5)
+    ranks.calls(*calls, seed=seed, experts=ranks.role2, timeout_s=120)
+    for call in (call for row in calls for call in row):
+        check_results(problem, weights, call)
+    tasks = problem.num_neuron_tasks + problem.num_output_tasks
+    for rank in ranks.ranks:
+        assert rank.failure.code == 0
+        assert rank.state.tickets == rank.state.block_base * tasks + 3 * ctas
 
 
 @EMULATED

@@ -85,9 +85,15 @@ class Role2:
         return raw.view(partial_dtype(problem.activation)).view(shape)
 
     def run(
-        self, blocks: Sequence[Block], seed: int, plan_first: bool = True, fed: int | None = None, planned: bool = True
+        self,
+        blocks: Sequence[Block],
+        seed: int,
+        plan_first: bool = True,
+        fed: int | None = None,
+        planned: bool = True,
+        ctas: int | None = None,
     ) -> None:
-        """One call on rank 0; only the first `fed` blocks come, and not even the plan without `planned`."""
+        """One call on rank 0; only the first `fed` blocks come, not even the plan without `planned`; `ctas` CTAs run."""
         problem = self.problem
         params = make_params(
             problem,
@@ -106,8 +112,8 @@ class Role2:
         feeder = load(KernelSpec("feed_ring.cu", "feed_ring", spec.macros), Path(__file__).parent)
         num_fed = len(blocks) if fed is None else fed
         feed = (plan, infos, images, scales, int32(len(blocks)), int32(num_fed), int32(plan_first))
-        ctas = self.schedule.compute_ctas
-        streams = [[Launch(load(spec), (ctas, 1, 1), EXPERTS_THREADS, (params, self.packed.arguments()))]]
+        grid = self.schedule.compute_ctas if ctas is None else ctas
+        streams = [[Launch(load(spec), (grid, 1, 1), EXPERTS_THREADS, (params, self.packed.arguments()))]]
         if planned:
             streams.append([Launch(feeder, (1, 1, 1), 64, (params, *feed))])
         run(*streams, seed=seed, concurrent=True)
@@ -289,6 +295,21 @@ def test_bits_depend_neither_on_the_grid_nor_on_the_schedule_nor_on_the_blocks()
         results.append(torch.stack([role2.partials(rank).view(torch.uint8) for rank in range(2)]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@EMULATED
+def test_ctas_draw_their_tasks_so_one_that_never_comes_leaves_none_undone() -> None:
+    problem, g = small_problem(35, hidden=160, intermediate=96, format="fp8_block", block_m=8)
+    experts = make_experts(problem, 3, "fp8_block", g)
+    blocks = make_blocks(problem, random_counts(8, 3, g), g)
+    results: list[torch.Tensor] = []
+    for ctas in (4, 1):
+        role2 = Role2(problem, experts, 4)
+        role2.run(blocks, seed=ctas, ctas=ctas)
+        results.append(torch.stack([role2.partials(rank).view(torch.uint8) for rank in range(2)]))
+        state = EpState.from_buffer_copy(role2.local[: ctypes.sizeof(EpState)].numpy().tobytes())
+        assert state.tickets == 3 * (problem.num_neuron_tasks + problem.num_output_tasks) + ctas
+    assert torch.equal(results[0], results[1])
 
 
 @EMULATED

@@ -35,6 +35,8 @@ SAFEGUARDS = {
     "NO_L2_FULL": (RING, "assertion violated"),
     "NO_L2_EMPTY": (RING, "assertion violated"),
     "NO_TOGGLE": (RING, "assertion violated"),
+    "NO_TOKENS_OF_SECOND": (RING, "assertion violated"),
+    "NO_LAST_TICKETS": (RING, "assertion violated"),
     "NO_BLOCK_BASE": (RING, "assertion violated"),
 }
 #: What may go: role3 waits for ranks without work for it too, because that is cheaper than to find out which have some.

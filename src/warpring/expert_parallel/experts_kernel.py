@@ -34,7 +34,7 @@ def num_stages(problem: Problem) -> int:
     stage = _up(weights + block * columns * element + columns // NEURONS * block * 4)
     partial_bytes = 2 if problem.activation == "fp8" else 4
     turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
-    queue = _QUEUED_TASKS * (_TASK_BYTES + 16 + 8 * block + 24)
+    queue = _QUEUED_TASKS * (_TASK_BYTES + 16 + 8 * block + 32)
     fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + queue + 32
     return (SMEM_BYTES - fixed) // (stage + 16)
 

@@ -47,7 +47,7 @@ class EpState(ctypes.Structure):
         ("poison", _u32),
         ("combine_done", _u32),
         ("busy", _u32),
-        ("reserved", _u32),
+        ("tickets", _u32),
     )
 
 

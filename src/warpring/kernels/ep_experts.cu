@@ -1,7 +1,7 @@
 // ep_experts.cu   role2: act = act_fn(w13[e] x), partial = w2[e] act, for the token blocks of the ring
 //
-// Grid     compute_ctas persistent CTAs, one an SM: task i of the list belongs to CTA i mod grid. A task is 128 rows of
-//          a matrix for one block: 64 neurons' gate and up rows, or 128 outputs. Two warpgroups consume, 64 rows each;
+// Grid     compute_ctas persistent CTAs, one an SM, which draw the tasks of the list in its order from a counter. A task is
+//          128 rows of a matrix for one block: 64 neurons' gate and up rows, or 128 outputs. Two warpgroups consume, 64 rows each;
 //          of the third one thread follows the plan, one requests weights, one tokens, and a warp publishes results:
 //          a release waits for all stores of the SM that are on their way.
 // Reads    weights once a block, by bulk copies that run ahead over the borders of tasks and wait only for the plan;
@@ -18,7 +18,13 @@
 
 // ---- the three producing threads, and the warp that publishes -------------------------------------------------------
 
-// The next task of this CTA. False: a wait has failed.
+// What the counter was when this call began. Every call takes a ticket a task, and each of its CTAs one that finds the list
+// at its end, so nothing is ever reset.
+__device__ __forceinline__ uint32_t first_ticket(const EpParams& params, uint64_t generation, uint64_t block_base) {
+    return uint32_t(block_base) * (kNeuronTasks + kOutputTasks) + uint32_t(generation - 1) * params.compute_ctas;
+}
+
+// Task `index` of the list. False: a wait has failed.
 __device__ __forceinline__ bool next_task(const EpParams& params, const EpSync& sync, uint64_t block_base, int index,
                                           int& num_blocks, Task& task) {
     ListItem item = list_item(index, params.lag, num_blocks);
@@ -53,9 +59,15 @@ __device__ __forceinline__ const uint8_t* task_weights(const EpWeights& weights,
 // Puts the CTA's tasks into the queue, so that nobody else waits for the plan.
 __device__ __forceinline__ void produce_tasks(const EpParams& params, Smem& smem, const EpSync& sync,
                                               uint64_t block_base) {
-    TaskRing tasks(smem_address(smem_start()));
+    TaskRing tasks(smem_address(smem_start())), begun = tasks;
+    const uint32_t first = first_ticket(params, sync.generation, block_base);
     int num_blocks = -1;
-    for (int index = blockIdx.x;; index += gridDim.x) {
+    for (int taken = 0;; ++taken) {
+        if (taken >= kTasksAhead) {
+            mbarrier_wait(begun.barrier() + kToBegun, begun.parity);
+            begun.advance();
+        }
+        const int index = int(atom_add_relaxed_gpu_u32(&params.gmem_state->tickets, 1) - first);
         Task task{};
         if (has_failed(smem) || !next_task(params, sync, block_base, index, num_blocks, task)) {
             set_failed(smem);
@@ -75,6 +87,7 @@ __device__ __forceinline__ void produce_weights(const EpWeights& weights, Smem& 
     for (;; tasks.advance()) {
         tasks.wait_full();
         const Task task = smem_object<QueuedTask>(tasks.stage()).task;
+        mbarrier_arrive(tasks.barrier() + kToBegun);
         tasks.arrive_empty();
         if (task.kind == kNoTask) return;
         uint32_t chunk_bytes;
@@ -146,10 +159,9 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
         if (task.kind == kNoTask) return;
         const bool first = task.kind == kFirstGemm;
         bool failed = has_failed(smem);
-        if (first && !failed) {
-            failed = !wait_l1_full(params, sync, {task.slot, task.use});
-            fence_proxy_async_global();
-        }
+        // The second GEMM waits for them too: act chunks of two uses ago look like those of this one.
+        if (!failed) failed = !wait_l1_full(params, sync, {task.slot, task.use});
+        if (first) fence_proxy_async_global();
         TaskTokens tokens(params, task);
         uint64_t there = 0, wanted = (uint64_t(1) << kActsOfStage) - 1;
         const auto fill = [&](uint32_t more_bytes) {
@@ -194,6 +206,7 @@ __device__ __forceinline__ void publish_tasks(const EpParams& params, Smem& smem
         if (task.kind == kNoTask) break;
         const uint32_t barrier = tasks.barrier();
         mbarrier_wait(barrier + kToDone, tasks.parity);
+        __syncwarp();  // before one lane frees the entry: it may then be used again, and both barriers flip under the others
         tasks.advance();
         // The last task's peers do not wait until the ring knows.
         if (task.kind == kSecondGemm && mbarrier_try_wait(tasks.barrier(), tasks.parity) &&
@@ -211,7 +224,6 @@ __device__ __forceinline__ void publish_tasks(const EpParams& params, Smem& smem
             }
             TaskRing::release(barrier, true);
         }
-        __syncwarp();
     }
     if (!over) tell_peers();
 }
@@ -290,7 +302,10 @@ __device__ __forceinline__ void set_up(Smem& smem) {
     if (threadIdx.x == kConsumers) {
         const TaskRing tasks(base);
         tasks.init(1, 3);  // read by two producers and by the warp that publishes, which waits for the consumers
-        for (int t = 0; t < kTasks; ++t) mbarrier_init(tasks.barrier() + kToDone + 8 * t, kConsumerWarps);
+        for (int t = 0; t < kTasks; ++t) {
+            mbarrier_init(tasks.barrier() + kToDone + 8 * t, kConsumerWarps);
+            mbarrier_init(tasks.barrier() + kToBegun + 8 * t, 1);
+        }
         fence_mbarrier_init();
     }
     for (int i = threadIdx.x; i < kLutBytes; i += kThreads) smem_start()[i] = lut_byte(i / 8, i % 8);

@@ -62,12 +62,12 @@ struct QueuedTask {
 };
 
 // Byte offsets in a CTA's shared memory: the LUT (at 0: an entry's address is its offset), the stages, the queue, the
-// barriers of both (full, then empty, of the queue also done), the rest.
+// barriers of both (full, then empty, of the queue also done and begun), the rest.
 constexpr uint32_t kStagesAt = kLutBytes;
 constexpr uint32_t kTasksAt = kStagesAt + kStages * kStageBytes;
 constexpr uint32_t kStageBarriersAt = kTasksAt + kTasks * sizeof(QueuedTask);
 constexpr uint32_t kTaskBarriersAt = kStageBarriersAt + kStages * 16;
-constexpr uint32_t kRestAt = kTaskBarriersAt + kTasks * 24;
+constexpr uint32_t kRestAt = kTaskBarriersAt + kTasks * 32;
 struct alignas(16) Smem {
     uint8_t turn[kTurnBytes];
     alignas(16) uint32_t amax[kBlockM][kConsumerWarps];
@@ -120,7 +120,16 @@ struct Ring {
 };
 using StageRing = Ring<kStages, kStageBytes, kStagesAt, kStageBarriersAt>;
 using TaskRing = Ring<kTasks, sizeof(QueuedTask), kTasksAt, kTaskBarriersAt>;
-constexpr uint32_t kToDone = 16 * kTasks;  // from a task's barrier "full" to that of the consumers being done with it
+// From a task's barrier "full" to that of the consumers being done with it, and of its weights being asked for.
+constexpr uint32_t kToDone = 16 * kTasks, kToBegun = 24 * kTasks;
+
+// Tasks that a CTA takes before it asks for their weights: as few as hide the trips to the counter and to the plan, so
+// that a CTA which gets less of the memory takes fewer.
+constexpr int kHiddenBytes = 128 << 10;
+constexpr int kTaskBytes = kWeightChunkBytes<Routed> *
+                           (kHiddenChunks < kIntermediateChunks ? kHiddenChunks : kIntermediateChunks);
+constexpr int kTasksAhead = ceil_div(kHiddenBytes, kTaskBytes) < kTasks - 2 ? ceil_div(kHiddenBytes, kTaskBytes)
+                                                                            : kTasks - 2;
 
 // Whether a wait of this CTA has failed before the stage that this thread has waited for was filled.
 __device__ __forceinline__ bool has_failed(const Smem& smem) {
