@@ -9,7 +9,7 @@ next 128 columns. Eight warps own 16 rows each: for the first GEMM 8 gate rows a
 
 An image holds the codes, [warp][step of 32 columns][lane], then the scales (`ep_weights.cuh` reads both):
 
-    fp8_block    16 bytes a lane and step; FP32 scale of gate and up (of the block, twice, for w2), 8 bytes of padding
+    fp8_block    16 bytes a lane and step; FP32 scale of gate and up (of the block, twice, for w2), 120 bytes of padding
     fp8_channel  the same codes; an FP32 scale a row, [warp][g][g, g + 8]
     mxfp4        8 bytes a lane and step, a word a row; a word a row of scales, likewise
 
@@ -37,9 +37,9 @@ from warpring.formats import QuantizedTensor, ceil_div
 POLICIES = {"fp8_block": "EpFp8Block", "fp8_channel": "EpFp8Channel", "mxfp4": "EpMxfp4"}
 TASK_ROWS = 128
 CHUNK_COLUMNS = 128
-#: Bytes of codes and of scales in an image.
+#: Bytes of codes and of scales in an image; together whole lines of a GPU's cache, at which alone copies are fast.
 CODE_BYTES = {"fp8_block": 16384, "fp8_channel": 16384, "mxfp4": 8192}
-SCALE_BYTES = {"fp8_block": 16, "fp8_channel": 512, "mxfp4": 512}
+SCALE_BYTES = {"fp8_block": 128, "fp8_channel": 512, "mxfp4": 512}
 
 _WARPS = 8
 _MX_BLOCK = 32
@@ -189,7 +189,7 @@ def _pack_e4m3(halves: QuantizedTensor, activation: ActivationForm) -> tuple[tor
     tasks = torch.arange(codes.shape[0], device=scale.device) * _task_rows(scale.shape[0] == 2) // TASK_ROWS
     of_task = scale[:, tasks].movedim(0, -1)
     pair = of_task if scale.shape[0] == 2 else of_task.expand(-1, -1, 2)
-    return codes, _bytes(pad(pair, (0, 2)))
+    return codes, _bytes(pad(pair, (0, SCALE_BYTES["fp8_block"] // 4 - 2)))
 
 
 def _unpack_e4m3(

@@ -43,15 +43,16 @@ __device__ __forceinline__ bool next_task(const EpParams& params, const EpSync& 
     return true;
 }
 
-// The packed weights of a task: chunks that follow each other.
+// The packed weights of a task: chunks that follow each other, and what their padding is.
 __device__ __forceinline__ const uint8_t* task_weights(const EpWeights& weights, const Task& task,
-                                                       uint32_t& chunk_bytes) {
+                                                       uint32_t& chunk_bytes, uint32_t& unused_bytes) {
     const bool first = task.kind == kFirstGemm, shared = task.expert >= kLocalExperts;
     const int tasks = first ? kNeuronTasks : kOutputTasks, chunks = first ? kHiddenChunks : kIntermediateChunks;
     const uint8_t* gmem = shared  ? first ? weights.gmem_shared_w13 : weights.gmem_shared_w2
                           : first ? weights.gmem_w13
                                   : weights.gmem_w2;
     chunk_bytes = shared ? kWeightChunkBytes<Shared> : kWeightChunkBytes<Routed>;
+    unused_bytes = shared ? Shared::kUnusedBytes : Routed::kUnusedBytes;
     const int64_t expert = shared ? task.expert - kLocalExperts : task.expert;
     return gmem + (expert * tasks + task.tile) * chunks * int64_t(chunk_bytes);
 }
@@ -90,12 +91,12 @@ __device__ __forceinline__ void produce_weights(const EpWeights& weights, Smem& 
         mbarrier_arrive(tasks.barrier() + kToBegun);
         tasks.arrive_empty();
         if (task.kind == kNoTask) return;
-        uint32_t chunk_bytes;
-        const uint8_t* gmem = task_weights(weights, task, chunk_bytes);
+        uint32_t chunk_bytes, unused_bytes;
+        const uint8_t* gmem = task_weights(weights, task, chunk_bytes, unused_bytes);
         const int chunks = task.kind == kFirstGemm ? kHiddenChunks : kIntermediateChunks;
 #pragma unroll 1
         for (int c = 0; c < chunks; c += kStageChunks) {
-            const uint32_t bytes = min(chunks - c, kStageChunks) * chunk_bytes;
+            const uint32_t whole_bytes = min(chunks - c, kStageChunks) * chunk_bytes, bytes = whole_bytes - unused_bytes;
             ring.wait_empty();
             if (has_failed(smem)) {
                 mbarrier_arrive(ring.barrier());
@@ -103,7 +104,7 @@ __device__ __forceinline__ void produce_weights(const EpWeights& weights, Smem& 
                 mbarrier_arrive_expect_tx(ring.barrier(), bytes);
                 bulk_copy_once(ring.stage(), gmem, bytes, ring.barrier());
             }
-            gmem += bytes;
+            gmem += whole_bytes;
             ring.advance();
         }
     }

@@ -27,6 +27,7 @@ constexpr int kHiddenChunks = kHiddenPadded / kChunkColumns;
 constexpr int kIntermediateChunks = ceil_div(kIntermediatePadded, kChunkColumns);
 template <class Format>
 constexpr int kWeightChunkBytes = Format::kCodeBytes + Format::kScaleBytes;
+static_assert(kWeightChunkBytes<Routed> % 128 == 0 && kWeightChunkBytes<Shared> % 128 == 0, "whole lines of the cache");
 
 constexpr int64_t kRingActSlotBytes = int64_t(kBlockM) * kIntermediatePadded * kElementBytes;
 

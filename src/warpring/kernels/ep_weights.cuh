@@ -2,7 +2,8 @@
 //
 // A chunk is 128 rows x 128 columns of one expert's matrix, packed by expert_parallel/packing.py: 8 warps own 16 rows
 // each, lane l = 4 g + q of a warp rows g and g + 8. Codes come first, scales behind them. A policy has
-//   kCodeBytes, kScaleBytes   of a chunk
+//   kCodeBytes, kScaleBytes   of a chunk, a multiple of 128 together: a copy that begins within a line of the cache is slow
+//   kUnusedBytes              of the scales, at their end: padding that need not be copied
 //   scales(smem, warp, lane)  what multiplies the sums of rows g and g + 8 over this chunk, and whatever decode() needs
 //   Codes<steps>              codes of `steps` times 32 columns: load() from the chunk, decode() to A registers
 // WARPRING_ACTIVATION_FP8 chooses the operands: E4M3 (4 registers for 32 columns) or FP16 (8, for two products of 16).
@@ -85,7 +86,7 @@ struct EpE4m3Codes {
 
 // E4M3 with one FP32 scale a 128 x 128 block: a task lies within one block of rows, but gate and up are two matrices.
 struct EpFp8Block : EpE4m3Codes {
-    static constexpr int kScaleBytes = 16;
+    static constexpr int kScaleBytes = 128, kUnusedBytes = 96;
     static __device__ __forceinline__ RowScales scales(uint32_t smem, int, int) {
         const uint2 pair = ld_shared_64(smem + kCodeBytes);
         return {__uint_as_float(pair.x), __uint_as_float(pair.y), 0, 0};
@@ -94,7 +95,7 @@ struct EpFp8Block : EpE4m3Codes {
 
 // E4M3 with one FP32 scale a row.
 struct EpFp8Channel : EpE4m3Codes {
-    static constexpr int kScaleBytes = 512;
+    static constexpr int kScaleBytes = 512, kUnusedBytes = 0;
     static __device__ __forceinline__ RowScales scales(uint32_t smem, int warp, int lane) {
         const uint2 pair = ld_shared_64(smem + kCodeBytes + warp * 64 + lane / 4 * 8);
         return {__uint_as_float(pair.x), __uint_as_float(pair.y), 0, 0};
@@ -104,7 +105,7 @@ struct EpFp8Channel : EpE4m3Codes {
 // E2M1 with a power of two a row and window of 128 columns, and a LUT entry a block of 32 of them. A word a row: the
 // entries in the low half, the power of two as BF16 in the high one.
 struct EpMxfp4 {
-    static constexpr int kCodeBytes = 128 * 128 / 2, kScaleBytes = 512;
+    static constexpr int kCodeBytes = 128 * 128 / 2, kScaleBytes = 512, kUnusedBytes = 0;
 
     static __device__ __forceinline__ RowScales scales(uint32_t smem, int warp, int lane) {
         const uint2 pair = ld_shared_64(smem + kCodeBytes + warp * 64 + lane / 4 * 8);
