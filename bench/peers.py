@@ -38,6 +38,8 @@ from warpring.reference import moe_exact
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
 #: Seconds that all trials together may take, or this share of --time-budget where that is less.
 TRIAL_SECONDS, TRIAL_SHARE = 180.0, 0.6
+#: How a line of a trial's output begins that says how it went.
+SAID = "trial: "
 
 
 def words(text: str) -> list[str]:
@@ -64,7 +66,7 @@ def main() -> int:
     if args.trial:
         batches = [int(batch) for batch in args.batches]
         for said in try_peer(args.peers[0], args.models[0], args.formats[0], batches, args.device):
-            print(json.dumps(said), flush=True)
+            print(f"\n{SAID}{json.dumps(said)}", flush=True)
         return 0
     start = time.monotonic()
     verdicts: dict[str, list[str]] = {name: [] for name in args.peers}
@@ -212,9 +214,10 @@ def outcome(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
         late = True
         process.kill()
         out, err = process.communicate()
-    lines = out.strip().splitlines()
-    if lines and (late or process.returncode == 0):
-        return json.loads(lines[-1])
+    # A library may have words of its own, also at the end.
+    said = [line.removeprefix(SAID) for line in out.splitlines() if line.startswith(SAID)]
+    if said and (late or process.returncode == 0):
+        return json.loads(said[-1])
     last = (err.strip().splitlines() or ["no message"])[-1]
     how = "gave no answer in the time for trials" if late else f"died with exit code {process.returncode}"
     return {"error": f"{how}: {last}"}

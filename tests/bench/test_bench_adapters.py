@@ -299,13 +299,15 @@ def test_trial_of_a_dying_peer_is_told_not_suffered(monkeypatch: pytest.MonkeyPa
     pipes = {"stdout": -1, "stderr": -1, "text": True}
     dead = popen([sys.executable, "-c", "import os, sys; print('bad luck', file=sys.stderr); os._exit(3)"], **pipes)
     assert script["outcome"](dead, 60) == {"error": "died with exit code 3: bad luck"}
-    fine = popen([sys.executable, "-c", f"print('chatter'); print({json.dumps(json.dumps({'cosine': 1.0}))})"], **pipes)
+    fine = popen(
+        [sys.executable, "-c", f"print('trial: ' + {json.dumps(json.dumps({'cosine': 1.0}))}); print('bye')"], **pipes
+    )
     assert script["outcome"](fine, 60) == {"cosine": 1.0}
     sleeper = "import sys, time; print('compiling', file=sys.stderr); {}; sys.stdout.flush(); time.sleep(600)"
     slow = popen([sys.executable, "-c", sleeper.format("pass")], **pipes)
     assert script["outcome"](slow, 3) == {"error": "gave no answer in the time for trials: compiling"}
     assert slow.returncode is not None, "it does not run on beside what is timed"
-    tried = json.dumps({"cosine": 0.5, "most_tokens": 4})
+    tried = "trial: " + json.dumps({"cosine": 0.5, "most_tokens": 4})
     slow = popen([sys.executable, "-c", sleeper.format(f"print({json.dumps(tried)})")], **pipes)
     assert script["outcome"](slow, 3) == {"cosine": 0.5, "most_tokens": 4}
 
