@@ -78,10 +78,11 @@ def main() -> int:
         key: finish_trials(running, *key, args.device, verdicts, start + seconds) for key, running in trials.items()
     }
     print(f"trials: {time.monotonic() - start:.0f} s", flush=True)
+    missing: list[str] = []
     for (model, format), peers in able.items():
-        for said in measure_layer(args, model, format, peers, start):
-            for name in verdicts:
-                verdicts[name].append(f"{model} {format}: {said}")
+        missing += [f"{model} {format}: {said}" for said in measure_layer(args, model, format, peers, start)]
+    if missing:
+        print("\n  ".join(("\nnot measured", *missing)))
     print("\npeers")
     for name, said in verdicts.items():
         print("\n".join(f"  {name:<26}{line}" for line in said))
