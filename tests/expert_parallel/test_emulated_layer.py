@@ -19,6 +19,7 @@ from warpring.errors import PeerTimeoutError, PoisonedError
 from warpring.expert_parallel import call as host
 from warpring.expert_parallel import roles
 from warpring.expert_parallel.arithmetic import run_layer
+from warpring.expert_parallel.experts_kernel import ctas_per_sm
 from warpring.expert_parallel.packing import pack_ep
 from warpring.expert_parallel.problem import Problem, local_experts
 from warpring.expert_parallel.roles import Roles, failure
@@ -66,7 +67,8 @@ class HostRanks(Ranks):
             pack_ep(local_experts(weights.routed, r, problem.num_ranks), weights.shared, activation=problem.activation)
             for r in range(problem.num_ranks)
         ]
-        self.roles = [Roles(problem, rank.params, 0, self.combine_ctas) for rank in self.ranks]
+        per_sm = ctas_per_sm(problem)
+        self.roles = [Roles(problem, rank.params, 0, self.combine_ctas, per_sm) for rank in self.ranks]
 
     def communication(self, rank: int, call: Call, *, with_combine: bool = True) -> list[Launch]:
         made = host.Call(call.x, call.topk_idx, call.topk_weights, call.count, len(call.x), call.shared_weights)

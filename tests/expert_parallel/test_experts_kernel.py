@@ -6,7 +6,7 @@ import ctypes
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from experts_oracle import expert_block
 
 from warpring import SILU, Activation, Experts, gpt_oss_swiglu
 from warpring.expert_parallel.arithmetic import Published, partial_dtype, publish
-from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS, experts_spec
+from warpring.expert_parallel.experts_kernel import EXPERTS_THREADS, ctas_per_sm, experts_spec
 from warpring.expert_parallel.flags import Code, Flag
 from warpring.expert_parallel.packing import pack_ep
 from warpring.expert_parallel.problem import BLOCK_SIZES, ActivationForm, Problem
@@ -50,8 +50,10 @@ class Block:
 class Role2:
     """One rank's memory, a peer's region, and role2 run on them."""
 
-    def __init__(self, problem: Problem, experts: Experts, compute_ctas: int, shared: Experts | None = None) -> None:
-        self.problem, self.experts, self.shared = problem, experts, shared
+    def __init__(
+        self, problem: Problem, experts: Experts, compute_ctas: int, shared: Experts | None = None, per_sm: int = 1
+    ) -> None:
+        self.problem, self.experts, self.shared, self.per_sm = problem, experts, shared, per_sm
         lag = ceil_div(compute_ctas, problem.num_neuron_tasks) + 1
         self.schedule = Schedule(
             1, compute_ctas, lag, num_slots=lag + 2
@@ -93,7 +95,7 @@ class Role2:
         planned: bool = True,
         ctas: int | None = None,
     ) -> None:
-        """One call on rank 0; only the first `fed` blocks come, not even the plan without `planned`; `ctas` CTAs run."""
+        """One call on rank 0; only the first `fed` blocks come, no plan without `planned`; `ctas` CTAs run."""
         problem = self.problem
         params = make_params(
             problem,
@@ -106,7 +108,7 @@ class Role2:
             timeout_ns=TIMEOUT_NS,
         )
         self.local[:16].view(torch.int64)[:] = torch.tensor([self.calls, self.blocks_run])
-        spec = experts_spec(problem)
+        spec = experts_spec(problem, self.per_sm)
         plan = torch.tensor([[b.expert, len(b.pairs)] for b in blocks], dtype=torch.int32).reshape(-1, 2)
         infos, images, scales = (torch.stack(t) if t else torch.zeros(0) for t in self._prepare(blocks))
         feeder = load(KernelSpec("feed_ring.cu", "feed_ring", spec.macros), Path(__file__).parent)
@@ -265,6 +267,18 @@ def test_partial_results_are_the_oracles_bit_for_bit(
 
 
 @EMULATED
+@pytest.mark.parametrize("block_m", [8, 16, 32])
+def test_two_ctas_a_multiprocessor_give_the_same_bits(block_m: int) -> None:
+    problem, g = small_problem(15 + block_m, format="mxfp4", block_m=block_m, num_shared=1)
+    assert ctas_per_sm(problem) == 2
+    routed, shared = make_experts(problem, 3, "mxfp4", g), make_experts(problem, 1, "fp8_block", g)
+    role2 = Role2(problem, routed, 4, shared, per_sm=2)
+    blocks = make_blocks(problem, [(3, block_m - 3), *random_counts(block_m, 4, g), (2, block_m)], g)
+    role2.run(blocks, seed=block_m)
+    check(role2, [blocks])
+
+
+@EMULATED
 @pytest.mark.parametrize(("format", "activation"), [("mxfp4", "fp8"), ("fp8_block", "bf16")])
 def test_slots_are_used_again_within_a_call_and_over_calls(format: str, activation: ActivationForm) -> None:
     problem, g = small_problem(
@@ -368,6 +382,21 @@ def test_kernels_compile_without_spills_and_without_products_one_at_a_time() -> 
             assert re.findall(r"\(C7\d\d\d\).*", log) == []
             assert "Used 168 registers" in log
             assert re.findall(r"[1-9]\d* bytes spill.*", log) == []
+
+
+@pytest.mark.parametrize(("block_m", "per_sm"), [(8, 2), (16, 2), (32, 2), (64, 1)])
+def test_as_many_ctas_as_a_multiprocessor_is_to_hold_fit(block_m: int, per_sm: int) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
+    problem = Problem(4096, 2048, 256, 6, 2, 256, format="mxfp4", block_m=block_m, num_shared=1)
+    assert ctas_per_sm(problem) == per_sm
+    assert ctas_per_sm(replace(problem, activation="bf16")) == 1
+    assert ctas_per_sm(replace(problem, format="fp8_block")) == 1
+    spec = experts_spec(problem, per_sm)
+    cubin = compile_kernel(spec, "sm_90a")
+    assert cubin.spill_bytes == 0
+    assert per_sm * cubin.registers * EXPERTS_THREADS <= 64 * 1024
+    assert per_sm * (spec.dynamic_smem_bytes + 1024) <= 228 * 1024
+    assert re.findall(r"\(C7\d\d\d\).*", compile_log(spec)) == []
 
 
 @pytest.mark.parametrize("block_m", BLOCK_SIZES)

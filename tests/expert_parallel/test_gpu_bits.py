@@ -25,7 +25,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"partition": "sequence"}, {}),
     ({"comm_sms": 8}, {}),
     ({"comm_sms": 32}, {}),
-    ({"num_slots": 48}, {}),
+    ({"num_slots": 96}, {}),
     ({}, {"block_m": 8}),
     ({}, {"block_m": 64}),
 ]

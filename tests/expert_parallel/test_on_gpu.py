@@ -16,6 +16,7 @@ from gpu_layers import CUDA, PROBLEM, Buffers, captured, device_of, drawn, exper
 from warpring import ArgumentError
 from warpring.bench.ep_cases import FORMATS, Verifier, cases
 from warpring.errors import PeerTimeoutError, PoisonedError, WorkspaceBusyError
+from warpring.expert_parallel.experts_kernel import ctas_per_sm
 from warpring.expert_parallel.layer import ExpertParallelDecode
 from warpring.expert_parallel.partition import MODES, Partition, check_split, open_partition
 from warpring.runtime.by_value import KernelArguments, Launch
@@ -107,7 +108,8 @@ def test_the_captured_graph_read_back(num_shared: int) -> None:
         grids = [driver.cuGraphKernelNodeGetParams(node)[1].gridDimX for node in kernels]
         split = layer.sm_counts
         assert split is not None
-        assert sorted(grids) == sorted([split.comm_sms] * (1 + num_shared) + [split.compute_sms, 132])
+        role2 = split.compute_sms * ctas_per_sm(problem)
+        assert sorted(grids) == sorted([split.comm_sms] * (1 + num_shared) + [role2, 132])
         contexts = {int(driver.cuGraphKernelNodeGetParams(node)[1].ctx) for node in kernels}
         assert len(contexts) == 3
         _, sources, targets, _, edges = driver.cuGraphGetEdges(handle, 64)
@@ -115,7 +117,7 @@ def test_the_captured_graph_read_back(num_shared: int) -> None:
         into_last = [int(source) for source, target in zip(sources, targets, strict=False) if int(target) == int(last)]
         assert len(into_last) == 2
         roots = {int(node) for node in kernels} - {int(target) for target in targets[:edges]}
-        assert int(kernels[grids.index(split.compute_sms)]) in roots
+        assert int(kernels[grids.index(role2)]) in roots
 
 
 # Partitions

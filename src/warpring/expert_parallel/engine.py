@@ -17,6 +17,7 @@ import torch
 
 from warpring.errors import UnsupportedError
 from warpring.expert_parallel.call import Call
+from warpring.expert_parallel.experts_kernel import ctas_per_sm
 from warpring.expert_parallel.packing import EpPacked, EpWeights, pack_ep
 from warpring.expert_parallel.partition import PartitionMode, Split, open_partition
 from warpring.expert_parallel.problem import Problem
@@ -80,7 +81,9 @@ class KernelEngine:
     def _build(self, problem: Problem, group: Any | None, index: int) -> None:
         split = self._partition.split
         sequence = self._partition.streams is None
-        grids = (split.comm_sms, split.compute_sms)
+        # Two CTAs of role2 leave no multiprocessor to role1 unless role1 owns some.
+        per_sm = ctas_per_sm(problem) if self._partition.contexts is not None else 1
+        grids = (split.comm_sms, split.compute_sms * per_sm)
         schedule = plan_schedule(problem, *grids, self._options.num_slots, sequence=sequence)
         self.ranks.check_agreement({**problem.description(), **asdict(schedule), "device": "cuda"})
         layout = plan_layout(problem, schedule)
@@ -99,7 +102,7 @@ class KernelEngine:
             timeout_ns=int(self._timeout * 1e9),
         )
         combine_ctas = torch.cuda.get_device_properties(index).multi_processor_count
-        self._roles = Roles(problem, params, index, combine_ctas)
+        self._roles = Roles(problem, params, index, combine_ctas, per_sm)
         self._fork, self._join_comm, self._join_compute, self._end = (torch.cuda.Event() for _ in range(4))
         #: In which capture `_end` was recorded: None outside of one, -1 before the first call.
         self._end_capture: int | None = -1

@@ -9,8 +9,8 @@ from warpring.runtime.jit import KernelSpec
 
 #: Threads of a CTA: two warpgroups that consume, one whose threads request copies.
 EXPERTS_THREADS = 384
-#: Dynamic shared memory of a CTA, all that Hopper gives to one.
-SMEM_BYTES = 227 * 1024
+#: Dynamic shared memory of all CTAs of a multiprocessor: what Hopper has, less 1 KiB of its own a CTA.
+_SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 _STAGE_CHUNKS = {"fp8_block": 1, "fp8_channel": 1, "mxfp4": 2}
 _CONSUMER_WARPS = 8
 _QUEUED_TASKS = 8
@@ -24,7 +24,21 @@ def stage_chunks(problem: Problem) -> int:
     return _STAGE_CHUNKS[problem.format]
 
 
-def num_stages(problem: Problem) -> int:
+def ctas_per_sm(problem: Problem) -> int:
+    """CTAs of a multiprocessor that role2 has to itself.
+
+    MXFP4 takes longer to decode than to read with two warps a scheduler: two CTAs have four, and one's epilogue runs
+    beside the other's products. Wider blocks and FP16 operands need the registers of one.
+    """
+    return 2 if problem.format == "mxfp4" and problem.activation == "fp8" and problem.tokens_per_block <= 32 else 1
+
+
+def smem_bytes(ctas: int) -> int:
+    """Dynamic shared memory of each of `ctas` CTAs of a multiprocessor."""
+    return _SM_BYTES // ctas - _RESERVED_BYTES
+
+
+def num_stages(problem: Problem, ctas: int = 1) -> int:
     """Stages of a CTA: as many as fit into its shared memory, each some chunks of weights with their tokens."""
     formats = {problem.format} | ({problem.shared_format} if problem.num_shared else set())
     chunks = stage_chunks(problem)
@@ -36,7 +50,7 @@ def num_stages(problem: Problem) -> int:
     turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
     queue = _QUEUED_TASKS * (_TASK_BYTES + 16 + 8 * block + 32)
     fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + queue + 32
-    return (SMEM_BYTES - fixed) // (stage + 16)
+    return (smem_bytes(ctas) - fixed) // (stage + 16)
 
 
 def _up(num_bytes: int) -> int:
@@ -57,22 +71,23 @@ def problem_macros(problem: Problem) -> tuple[tuple[str, str], ...]:
     )
 
 
-def experts_spec(problem: Problem) -> KernelSpec:
-    """The kernel of role2 for this layer; it runs on sm_90a.
+def experts_spec(problem: Problem, ctas: int = 1) -> KernelSpec:
+    """The kernel of role2 for this layer, for `ctas` CTAs a multiprocessor, on which no bit depends; it runs on sm_90a.
 
     Raises:
         UnsupportedError: a weight format without a policy.
     """
-    stages = num_stages(problem)  # names a format without a policy
+    stages = num_stages(problem, ctas)  # names a format without a policy
     macros = [
         *problem_macros(problem),
         ("WARPRING_FORMAT", POLICIES[problem.format]),
         ("WARPRING_STAGES", str(stages)),
         ("WARPRING_STAGE_CHUNKS", str(stage_chunks(problem))),
-        ("WARPRING_SMEM_BYTES", str(SMEM_BYTES)),
+        ("WARPRING_CTAS_PER_SM", str(ctas)),
+        ("WARPRING_SMEM_BYTES", str(smem_bytes(ctas))),
     ]
     if problem.num_shared:
         macros.append(("WARPRING_SHARED_FORMAT", POLICIES[problem.shared_format]))
     if problem.gate.gate_fn == "gelu_tanh":
         macros.append(("WARPRING_GELU_TANH", ""))
-    return KernelSpec("ep_experts.cu", "ep_experts", tuple(macros), SMEM_BYTES)
+    return KernelSpec("ep_experts.cu", "ep_experts", tuple(macros), smem_bytes(ctas))

@@ -49,8 +49,8 @@ class RoleSpecs:
 
 
 @lru_cache(maxsize=256)
-def role_specs(problem: Problem) -> RoleSpecs:
-    """The kernels for a problem. Needs no GPU.
+def role_specs(problem: Problem, ctas: int = 1) -> RoleSpecs:
+    """The kernels for a problem, with `ctas` CTAs of role2 on a multiprocessor (see `ctas_per_sm`). Needs no GPU.
 
     Raises:
         UnsupportedError: the kernels have no policy for the weights' format.
@@ -66,7 +66,7 @@ def role_specs(problem: Problem) -> RoleSpecs:
 
     return RoleSpecs(
         dispatch=by_index("ep_dispatch"),
-        experts=experts_spec(problem),
+        experts=experts_spec(problem, ctas),
         combine=by_index("ep_combine"),
         shared=KernelSpec("ep_shared.cu", "ep_shared", common) if problem.num_shared else None,
     )
@@ -85,8 +85,9 @@ class Roles:
         params: EpParams,
         device_index: int,
         combine_ctas: int,
+        ctas_per_sm: int = 1,
     ) -> None:
-        specs = role_specs(problem)
+        specs = role_specs(problem, ctas_per_sm)
         self.params = params
         self._specs = specs
         self._combine_ctas = combine_ctas

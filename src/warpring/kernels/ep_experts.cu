@@ -1,6 +1,6 @@
 // ep_experts.cu   role2: act = act_fn(w13[e] x), partial = w2[e] act, for the token blocks of the ring
 //
-// Grid     compute_ctas persistent CTAs, one an SM, which draw the tasks of the list in its order from a counter. A task is
+// Grid     compute_ctas persistent CTAs, one or two an SM, which draw the tasks of the list in its order from a counter. A task is
 //          128 rows of a matrix for one block: 64 neurons' gate and up rows, or 128 outputs. Two warpgroups consume, 64 rows each;
 //          of the third one thread follows the plan, one requests weights, one tokens, and a warp publishes results:
 //          a release waits for all stores of the SM that are on their way.
@@ -313,7 +313,7 @@ __device__ __forceinline__ void set_up(Smem& smem) {
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     ep_experts(const __grid_constant__ EpParams params, const __grid_constant__ EpWeights weights) {
     Smem& smem = smem_of_cta();
     set_up(smem);

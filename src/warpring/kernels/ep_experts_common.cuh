@@ -5,6 +5,7 @@
 //   WARPRING_SHARED_FORMAT   the same for shared experts; WARPRING_FORMAT where it is not given
 //   WARPRING_STAGES          stages of weights, with their tokens, that a CTA holds or has requested
 //   WARPRING_STAGE_CHUNKS    chunks of weights in a stage: a copy takes the thread that asks for it some 180 cycles
+//   WARPRING_CTAS_PER_SM     1 or 2: where decoding the weights takes longer than reading them, four warps a scheduler help
 //   WARPRING_SMEM_BYTES      dynamic shared memory of a CTA
 #pragma once
 #include "ep_weights.cuh"
@@ -17,8 +18,10 @@ using Shared = WARPRING_SHARED_FORMAT;
 
 constexpr int kConsumerWarps = 8, kConsumers = kConsumerWarps * kLanes;
 constexpr int kThreads = kConsumers + 128;  // one warpgroup of producers
-// Registers a thread: the launch gives all of them 168, the producers' spare ones go to the consumers.
-constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+constexpr int kCtasPerSm = WARPRING_CTAS_PER_SM;
+constexpr bool kAlone = kCtasPerSm == 1;
+// Registers a thread: the launch gives all of them 168 or 80, the producers' spare ones go to the consumers.
+constexpr int kConsumerRegisters = kAlone ? 224 : 96, kProducerRegisters = kAlone ? 56 : 48;
 constexpr int kConsumerBarrier = 1;  // the named barrier of the consumers; 0 is __syncthreads
 
 constexpr int kChunkColumns = 128;

@@ -11,6 +11,12 @@
 // column() + 1 of every 8.
 struct Place {
     int warp, lane, thread;  // of the consumers
+    // The same place, whose addresses are computed for each task anew.
+    __device__ __forceinline__ Place anew() const {
+        int32_t place[3] = {warp, lane, thread};
+        hold(place);
+        return {place[0], place[1], place[2]};
+    }
     __device__ __forceinline__ int row() const { return warp * 16 + lane / 4; }
     __device__ __forceinline__ int column() const { return 2 * (lane % 4); }
     __device__ __forceinline__ int neuron() const { return warp * 8 + lane / 4; }  // of a task of the first GEMM
@@ -27,8 +33,9 @@ __device__ __forceinline__ float bias_of(const float* gmem_bias, int64_t offset,
 // over the task's 64 neurons; codes as a chunk of the B image, to ring_act.
 template <int N>
 __device__ __forceinline__ void finish_first(const EpParams& params, const EpWeights& weights, Smem& smem,
-                                             const Task& task, const RingInfo& info, const Place& at,
+                                             const Task& task, const RingInfo& info, const Place& consumer,
                                              const float (&sum)[N / 2]) {
+    const Place at = consumer.anew();
     const bool shared = task.expert >= kLocalExperts;
     const float* gmem_bias = shared ? weights.gmem_shared_w13_bias : weights.gmem_w13_bias;
     const int neuron = task.tile * 64 + at.neuron();
@@ -54,6 +61,7 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
     const bool publish = !has_failed(smem);
     float* gmem_scale = params.gmem_ring_act_scale + (int64_t(task.slot) * kNeuronTasks + task.tile) * kBlockM;
     const int byte = at.neuron() * kElementBytes;
+    uint8_t* const codes = smem.turn + image_offset(N, byte / 16, at.column()) + byte % 16;
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
         const int n = i / 2 * 8 + at.column() + i % 2;
@@ -61,7 +69,7 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
                     high = ld_shared_128(smem_address(&smem.amax[n][4]));
         const uint32_t amax =
             max(max(max(low.x, low.y), max(low.z, low.w)), max(max(high.x, high.y), max(high.z, high.w)));
-        uint8_t* code = smem.turn + image_offset(N, byte / 16, n) + byte % 16;
+        uint8_t* code = codes + image_offset(N, 0, i / 2 * 8 + i % 2);  // that of n: a constant more, one register for all
         QuantScale scale;
         if constexpr (kFp8) {
             scale = e4m3_scale(amax);
@@ -92,10 +100,11 @@ __device__ __forceinline__ uint8_t* partial_row(const EpParams& params, uint32_t
 // where activations are E4M3, else FP32. Turned round in shared memory, so that a token's 128 values leave as one run.
 template <int N>
 __device__ __forceinline__ void finish_second(const EpParams& params, const EpWeights& weights, Smem& smem,
-                                              const Task& task, const RingInfo& info, const Place& at,
+                                              const Task& task, const RingInfo& info, const Place& consumer,
                                               const float (&sum)[N / 2]) {
     constexpr int kTurned = N < kTurnTokens ? N : kTurnTokens;
     constexpr int kPieces = 128 * kPartialBytes / 16;  // of 16 bytes, of one token
+    const Place at = consumer.anew();
     const bool shared = task.expert >= kLocalExperts;
     const float* gmem_bias = shared ? weights.gmem_shared_w2_bias : weights.gmem_w2_bias;
     const int64_t bias_row = int64_t(shared ? task.expert - kLocalExperts : task.expert) * kHidden;

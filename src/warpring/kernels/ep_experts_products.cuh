@@ -20,15 +20,17 @@ struct Products {
     // Columns that share a token's scale have sums of their own. Two of the second GEMM's share all that goes with a group
     // where registers are left for both.
     static constexpr int kScaleColumns = kSecond ? 64 : 128;
-    static constexpr int kParts = kSecond && N < (kFp8 ? 64 : 32) ? 2 : 1;
+    static constexpr int kParts = kSecond && N < (!kAlone ? 16 : kFp8 ? 64 : 32) ? 2 : 1;
     static constexpr int kGroupColumns = kParts * kScaleColumns;
     static constexpr int kSteps = kGroupColumns / 32, kPartSteps = kScaleColumns / 32;
     static constexpr int kGroupsOfChunk = kChunkColumns / kGroupColumns;
     static constexpr int kGroupsOfStage = kStageColumns / kGroupColumns;
     static constexpr int kAllParts = kSecond ? kNeuronTasks : kHiddenPadded / kScaleColumns;
     static constexpr int kGroups = ceil_div(kAllParts, kParts), kLastParts = kAllParts - (kGroups - 1) * kParts;
-    static constexpr int kAtOnce = 4;               // groups that are code of their own
-    static constexpr bool kAhead = kFp8 || N < 64;  // registers are left to load codes and scales ahead
+    static constexpr int kAtOnce = 4;  // groups that are code of their own
+    // Registers are left to load codes and scales ahead; to decode a group while another one is multiplied.
+    static constexpr bool kAhead = kAlone ? kFp8 || N < 64 : N < 16, kOverlaps = kAlone || N < 32;
+    static constexpr int kBuffers = kOverlaps ? 2 : 1;
     static_assert(kAtOnce % kGroupsOfStage == 0, "a turn of the loop begins with a stage");
 
     // A group of columns from its stage to its sums. Indices are known when this is compiled, so a field takes registers
@@ -41,8 +43,8 @@ struct Products {
 
     Consumer& me;
     float sum[N / 2];
-    float part[2][kParts][N / 2];
-    uint32_t a[2][kSteps][kStepRegisters];
+    float part[kBuffers][kParts][N / 2];
+    uint32_t a[kBuffers][kSteps][kStepRegisters];
     Group groups[kAtOnce];
 
     __device__ __forceinline__ explicit Products(Consumer& consumer) : me(consumer) {
@@ -50,7 +52,7 @@ struct Products {
         for (int i = 0; i < N / 2; ++i) {
             sum[i] = 0.f;
 #pragma unroll
-            for (int p = 0; p < kParts; ++p) part[0][p][i] = part[1][p][i] = 0.f;
+            for (int p = 0; p < kParts; ++p) part[0][p][i] = part[kBuffers - 1][p][i] = 0.f;
         }
     }
 
@@ -70,7 +72,7 @@ struct Products {
     // Starts the products of `parts` parts of group g.
     template <int g, int parts>
     __device__ __forceinline__ void start() {
-        constexpr int kPlace = g % kGroupsOfStage, b = g % 2;
+        constexpr int kPlace = g % kGroupsOfStage, b = g % kBuffers;
         groups[g].codes.decode(smem_start(), groups[g].rows, g % kGroupsOfChunk * kSteps, a[b]);
         const uint64_t image = b_descriptor(groups[g].stage.address + kImageAt, N);
         warpgroup_arrive();
@@ -112,7 +114,7 @@ struct Products {
         const Group& group = groups[g];
 #pragma unroll
         for (int p = 0; p < parts; ++p) {
-            float(&own)[N / 2] = part[g % 2][p];
+            float(&own)[N / 2] = part[g % kBuffers][p];
             hold(own);
 #pragma unroll
             for (int i = 0; i < N / 2; ++i) {
@@ -128,8 +130,8 @@ struct Products {
         }
     }
 
-    // `count` groups, one behind the other: while one is on the tensor cores the next is decoded, and the one behind that
-    // is loaded. At the end none is: products in flight over the end of a loop are beyond what the compiler follows, it
+    // `count` groups, one behind the other: where registers allow, while one is on the tensor cores the next is decoded, and
+    // the one behind that is loaded. At the end none is: products in flight over the end of a loop are beyond what the compiler follows, it
     // would run all of them one at a time.
     template <int count, int last_parts, int g = 0>
     __device__ __forceinline__ void run_some(bool last) {
@@ -139,18 +141,18 @@ struct Products {
         if constexpr (g > 0 && kAhead) load_scales<g - 1, kParts>(x);
         start<g, kOwnParts>();
         if constexpr (g + 1 < count && kAhead) fetch<g + 1>(last && g + 2 == count);
-        if constexpr (g > 0) {
+        if constexpr (g > 0 && kOverlaps) {
             warpgroup_wait<1>();
             if constexpr (!kAhead) load_scales<g - 1, kParts>(x);
             finish<g - 1, kParts, false>(x, false);
         }
-        if constexpr (g + 1 < count) {
-            run_some<count, last_parts, g + 1>(last);
-        } else {
+        constexpr bool kLast = g + 1 == count;
+        if constexpr (kLast || !kOverlaps) {
             warpgroup_wait<0>();
             load_scales<g, kOwnParts>(x);
-            finish<g, kOwnParts, true>(x, last);
+            finish<g, kOwnParts, kLast>(x, last);
         }
+        if constexpr (!kLast) run_some<count, last_parts, g + 1>(last);
     }
 
     // All of the task's groups. The last ones are code of their own, unless they fill a turn of the loop and a register

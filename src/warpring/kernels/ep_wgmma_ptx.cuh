@@ -116,6 +116,14 @@ __device__ __forceinline__ void hold(float (&registers)[n]) {
     for (int i = 0; i < n; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// The same of integers: what is computed from them is computed behind this place, and not ahead of a loop around it, where it
+// would take registers all the time.
+template <int n>
+__device__ __forceinline__ void hold(int32_t (&registers)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) asm volatile("" : "+r"(registers[i]));
+}
+
 // Registers of this warpgroup's threads from here on; the CTA's warpgroups share what the launch gave them.
 template <int count>
 __device__ __forceinline__ void registers_more() {
