@@ -22,7 +22,7 @@ THREE_RANKS = ("-DRANKS=3", "-DCALLS=2", "-DCOMM=1", "-DCOARSE")
 #: One rank, step by step: five blocks a call on three slots, two CTAs of each role, two tasks of each GEMM.
 RING = ("-DRANKS=1", "-DCALLS=3", "-DBLOCKS=5", "-DCOMPUTE=2", "-DN1=2", "-DN2=2")
 #: One rank whose CTAs of role2 can be two uses of a slot apart.
-FAR_APART = ("-DRANKS=1", "-DCALLS=1", "-DBLOCKS=6", "-DCOMPUTE=3", "-DSLOTS=2")
+FAR_APART = ("-DRANKS=1", "-DCALLS=1", "-DBLOCKS=4", "-DCOMPUTE=3", "-DSLOTS=2")
 #: Safeguard -> a view that misses it, and how.
 SAFEGUARDS = {
     "NO_META_TAG": (REPLAYS, "assertion violated"),
