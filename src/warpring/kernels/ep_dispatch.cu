@@ -2,7 +2,7 @@
 //
 // Grid     comm_ctas CTAs of 512 threads, all resident in the communication partition
 // Owner    CTA 0 writes the plan; CTA c > 0: tokens c - 1, c - 1 + (C - 1), ... to publish; routed blocks b with
-//          (b + 1) % C == c to fill. Of a single CTA: everything
+//          b % C == C - 1 - c to fill: few tokens' publishers are the last to get a block. Of a single CTA: everything
 // Reads    x and own routing once; all ranks' routing in every CTA (4 bytes a pair); a wanted row once a pair, from its owner
 // Bound    latency at decode sizes: routing to plan is one hop between GPUs, rows to l1_full one more, overlapping; then
 //          NVLink: 512 threads x 6 loads of 16 bytes in flight a CTA
@@ -388,7 +388,7 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
 
     bool arrived = false;
 #pragma unroll 1
-    for (int block = (blockIdx.x + gridDim.x - 1) % gridDim.x; block < num_blocks; block += gridDim.x) {
+    for (int block = gridDim.x - 1 - blockIdx.x; block < num_blocks; block += gridDim.x) {
 #pragma unroll 1
         for (int e = threadIdx.x; e < kLocalExperts; e += kThreads) {
             const uint32_t index = uint32_t(block) - smem.first_block[e];
