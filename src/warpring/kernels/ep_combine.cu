@@ -81,11 +81,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const EpSync sync = ep_sync(params, generation);
     const TokenCount count(params, gmem_num_tokens, num_rows);
     uint8_t* region = own_region(params);
-    bool failed = is_poisoned(sync);
-    if (!failed && threadIdx.x < params.peers.num_ranks)
+    // Looked at behind the wait, so that all loads up to the first look at `done` are under way together.
+    const uint32_t poison = ld_relaxed_gpu_u32(&sync.gmem_state->poison);
+    bool failed = false;
+    if (threadIdx.x < params.peers.num_ranks)
         failed = !wait_at_least_sys(sync, kDone, threadIdx.x, done_of(params, region, threadIdx.x),
                                     generation * params.compute_ctas);
-    const bool poisoned = __syncthreads_or(failed);
+    const bool poisoned = __syncthreads_or(failed || poison != 0);
     const int num_written = count.is_refused() ? count.limit : count.given;
     for (int i = blockIdx.x * kThreads + threadIdx.x; i < num_written * kUnits; i += gridDim.x * kThreads) {
         const int64_t token = i / kUnits;
