@@ -96,9 +96,9 @@ def test_last_cta_moves_the_layer_on_in_every_call() -> None:
 def test_counter_of_finished_ctas_may_wrap() -> None:
     problem = problem_of("fp8")
     ranks = Ranks(problem, combine_ctas=3)
-    before = 2**32 // 3
+    before = 2**40 - 1
     ranks.ranks[0].state.generation = before
-    ranks.ranks[0].state.combine_done = before * 3 % 2**32
+    ranks.ranks[0].state.combine_done = (before << 16) % 2**32
     finish_call(ranks, make_call(problem, 2, torch.Generator().manual_seed(1)))
     assert ranks.ranks[0].state.generation == before + 1
 

@@ -272,7 +272,7 @@ def test_counters_and_sequence_numbers_may_wrap() -> None:
     for rank in ranks.ranks:
         state = rank.state
         state.generation, state.block_base = generation, use * schedule.num_slots
-        state.combine_done = generation * ranks.combine_ctas % 2**32
+        state.combine_done = (generation << 16) % 2**32
         rank.region("arrived", torch.int64)[:] = generation * schedule.comm_ctas
         rank.region("done", torch.int64)[:] = generation * schedule.compute_ctas
         for name, each in (

@@ -10,10 +10,11 @@ import torch
 
 from warpring import UnsupportedError
 from warpring.expert_parallel import engine
-from warpring.expert_parallel.engine import KernelEngine, Options
+from warpring.expert_parallel.engine import EARLY_TOKENS, KernelEngine, Options
 from warpring.expert_parallel.partition import Partition, Split
 
-CALL: Any = SimpleNamespace()
+CALL: Any = SimpleNamespace(count=EARLY_TOKENS + 1)
+FEW: Any = SimpleNamespace(count=EARLY_TOKENS)
 OUT: Any = SimpleNamespace()
 WEIGHTS: Any = SimpleNamespace(arguments=lambda: None)
 
@@ -44,8 +45,8 @@ class Recorder:
     def experts(self, weights: object) -> Any:
         return self.launch("role2")
 
-    def combine(self, call: object, out: object) -> Any:
-        return self.launch("role3")
+    def combine(self, call: object, out: object, *, early: bool = False) -> Any:
+        return self.launch("early role3" if early else "role3")
 
 
 def recorded(
@@ -87,15 +88,32 @@ def test_roles_fork_from_the_callers_stream_and_join_it(monkeypatch: pytest.Monk
         "fork on caller",
         "comm waits fork",
         "compute waits fork",
+        "role2 on compute",
         "role4 on comm",
         "role1 on comm",
-        "role2 on compute",
         "comm end on comm",
         "compute end on compute",
     ]
     recorder.log.clear()
     made.receive(CALL, WEIGHTS, OUT)
     assert recorder.log == ["caller waits comm end", "caller waits compute end", "role3 on caller", "end on caller"]
+
+
+def test_with_few_tokens_role3_follows_role1_and_the_caller_waits_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(shared=False)
+    made = recorded(monkeypatch, recorder)
+    made.send(FEW, WEIGHTS)
+    recorder.log.clear()
+    made.receive(FEW, WEIGHTS, OUT)
+    assert recorder.log == [
+        "fork on caller",
+        "comm waits fork",
+        "early role3 on comm",
+        "comm end on comm",
+        "caller waits comm end",
+        "caller waits compute end",
+        "end on caller",
+    ]
 
 
 def test_without_shared_experts_there_is_no_role4(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,9 +269,9 @@ def test_partial_results_are_the_oracles_bit_for_bit(
 @EMULATED
 @pytest.mark.parametrize("block_m", [8, 16, 32])
 def test_two_ctas_a_multiprocessor_give_the_same_bits(block_m: int) -> None:
-    problem, g = small_problem(15 + block_m, format="mxfp4", block_m=block_m, num_shared=1)
+    problem, g = small_problem(15 + block_m, format="mxfp4", block_m=block_m, num_shared=1, shared_format="mxfp4")
     assert ctas_per_sm(problem) == 2
-    routed, shared = make_experts(problem, 3, "mxfp4", g), make_experts(problem, 1, "fp8_block", g)
+    routed, shared = make_experts(problem, 3, "mxfp4", g), make_experts(problem, 1, "mxfp4", g)
     role2 = Role2(problem, routed, 4, shared, per_sm=2)
     blocks = make_blocks(problem, [(3, block_m - 3), *random_counts(block_m, 4, g), (2, block_m)], g)
     role2.run(blocks, seed=block_m)
@@ -387,8 +387,9 @@ def test_kernels_compile_without_spills_and_without_products_one_at_a_time() -> 
 @pytest.mark.parametrize(("block_m", "per_sm"), [(8, 2), (16, 2), (32, 2), (64, 1)])
 def test_as_many_ctas_as_a_multiprocessor_is_to_hold_fit(block_m: int, per_sm: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
-    problem = Problem(4096, 2048, 256, 6, 2, 256, format="mxfp4", block_m=block_m, num_shared=1)
+    problem = Problem(4096, 2048, 256, 6, 2, 256, format="mxfp4", block_m=block_m)
     assert ctas_per_sm(problem) == per_sm
+    assert ctas_per_sm(replace(problem, num_shared=1)) == (2 if block_m == 8 else 1)
     assert ctas_per_sm(replace(problem, activation="bf16")) == 1
     assert ctas_per_sm(replace(problem, format="fp8_block")) == 1
     spec = experts_spec(problem, per_sm)

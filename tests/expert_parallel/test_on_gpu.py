@@ -16,9 +16,11 @@ from gpu_layers import CUDA, PROBLEM, Buffers, captured, device_of, drawn, exper
 from warpring import ArgumentError
 from warpring.bench.ep_cases import FORMATS, Verifier, cases
 from warpring.errors import PeerTimeoutError, PoisonedError, WorkspaceBusyError
+from warpring.expert_parallel.engine import EARLY_TOKENS
 from warpring.expert_parallel.experts_kernel import ctas_per_sm
 from warpring.expert_parallel.layer import ExpertParallelDecode
 from warpring.expert_parallel.partition import MODES, Partition, check_split, open_partition
+from warpring.expert_parallel.roles import EARLY_COMBINE_CTAS
 from warpring.runtime.by_value import KernelArguments, Launch
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import load
@@ -88,10 +90,13 @@ def green(layer: ExpertParallelDecode) -> bool:
 
 
 @pytest.mark.parametrize("num_shared", [0, 1])
-def test_the_captured_graph_read_back(num_shared: int) -> None:
+@pytest.mark.parametrize("rows", [EARLY_TOKENS, EARLY_TOKENS + 1])
+def test_the_captured_graph_read_back(rows: int, num_shared: int) -> None:
+    """Of few rows role3 follows role1 alone in the graph: role2's `done` is what its CTAs wait for."""
     from cuda.bindings import driver
 
-    problem = replace(PROBLEM, num_shared=num_shared)
+    problem = replace(PROBLEM, num_shared=num_shared, max_tokens_per_rank=rows)
+    early = rows <= EARLY_TOKENS
     experts, shared = experts_of(problem)
     buffers = Buffers(problem)
     with ExpertParallelDecode(problem, None, experts, shared=shared, timeout=5.0) as layer:
@@ -109,13 +114,14 @@ def test_the_captured_graph_read_back(num_shared: int) -> None:
         split = layer.sm_counts
         assert split is not None
         role2 = split.compute_sms * ctas_per_sm(problem)
-        assert sorted(grids) == sorted([split.comm_sms] * (1 + num_shared) + [role2, 132])
+        role3 = EARLY_COMBINE_CTAS * split.comm_sms if early else 132
+        assert sorted(grids) == sorted([split.comm_sms] * (1 + num_shared) + [role2, role3])
         contexts = {int(driver.cuGraphKernelNodeGetParams(node)[1].ctx) for node in kernels}
-        assert len(contexts) == 3
+        assert len(contexts) == (2 if early else 3)
         _, sources, targets, _, edges = driver.cuGraphGetEdges(handle, 64)
-        last = kernels[grids.index(132)]
+        last = kernels[grids.index(role3)]
         into_last = [int(source) for source, target in zip(sources, targets, strict=False) if int(target) == int(last)]
-        assert len(into_last) == 2
+        assert len(into_last) == (1 if early else 2)
         roots = {int(node) for node in kernels} - {int(target) for target in targets[:edges]}
         assert int(kernels[grids.index(role2)]) in roots
 

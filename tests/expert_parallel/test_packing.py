@@ -12,7 +12,7 @@ import torch
 from warpring import Experts, UnsupportedError
 from warpring.activation import gpt_oss_swiglu
 from warpring.errors import ArgumentError
-from warpring.expert_parallel.experts_kernel import num_stages, smem_bytes, stage_chunks
+from warpring.expert_parallel.experts_kernel import STAGE_CHUNKS, num_stages, smem_bytes
 from warpring.expert_parallel.packing import (
     CODE_BYTES,
     POLICIES,
@@ -174,6 +174,6 @@ def test_enough_weights_are_in_flight_at_every_block_size(format: str, activatio
     """4.5 TB/s over 116 CTAs for 1.5 us are 58 KB each."""
     for block_m in BLOCK_SIZES:
         problem = Problem(4096, 2048, 256, 6, 2, 256, format=format, activation=activation, block_m=block_m)
-        in_flight = num_stages(problem) * stage_chunks(problem) * image_bytes(format)
+        in_flight = num_stages(problem) * STAGE_CHUNKS * image_bytes(format)
         assert 60 * 1024 <= in_flight < smem_bytes(1)
         assert in_flight >= 110 * 1024 or block_m > 16

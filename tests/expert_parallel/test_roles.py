@@ -122,6 +122,9 @@ def test_launches_carry_addresses_strides_and_counts(monkeypatch: pytest.MonkeyP
     assert (dispatch.grid, dispatch.block, dispatch.programmatic) == (16, DISPATCH_THREADS, True)
     assert (shared.grid, shared.block, shared.programmatic) == (16, SHARED_THREADS, False)
     assert (combine.grid, combine.block) == (132, COMBINE_THREADS)
+    early = made.combine(call, call.x, early=True)
+    assert (early.grid, early.block) == (4 * 16, COMBINE_THREADS)
+    assert values_of(early)[1:] == values_of(combine)[1:]
     experts = made.experts(EpWeights(alpha=1.5))
     assert (experts.grid, experts.block) == (116, EXPERTS_THREADS)
     assert experts.smem_bytes > 0

@@ -5,7 +5,8 @@
     compute             └── role2 ─────────────────────┘
 
 The fork and the join are events, so inside a capture they become edges: role1 and role2 are nodes without an edge
-between them, each in its own Green Context.
+between them, each in its own Green Context. With few tokens role3 follows role1 in the communication partition and
+waits for role2's `done` itself: a launch behind role2 would cost 3 us.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from warpring.runtime.symmetric import allocate
 
 #: Architectures that role2 has instructions for.
 KERNEL_ARCHS = ("sm_90a",)
+#: Tokens up to which role3 runs in the SMs of communication: more take longer to add there than a launch behind role2.
+EARLY_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,14 @@ class KernelEngine:
             self._fork.record(current)
             comm.wait_event(self._fork)
             compute.wait_event(self._fork)
+            # role2 first: in a graph role1, for which all wait, then starts up to 2 us earlier.
+            if self._partition.streams is not None:
+                self._roles.experts(weights).on(compute)
             if (shared := self._roles.shared(call)) is not None:
                 shared.on(comm)
             self._roles.dispatch(call).on(comm)
-            self._roles.experts(weights).on(compute)
+            if self._partition.streams is None:
+                self._roles.experts(weights).on(compute)
             self._join_comm.record(comm)
             self._join_compute.record(compute)
 
@@ -161,12 +168,26 @@ class KernelEngine:
             current = torch.cuda.current_stream()
             if self._captures_child(current):
                 add_child_graph(self._nodes(call, weights, out), current)
+            elif self._partition.contexts is not None and call.count <= EARLY_TOKENS:
+                self._combine_early(call, out, current)
             else:
                 current.wait_event(self._join_comm)
                 current.wait_event(self._join_compute)
                 self._roles.combine(call, out).on(current)
             self._end.record(current)
             self._end_capture = capture_id(current)
+
+    def _combine_early(self, call: Call, out: torch.Tensor, current: torch.cuda.Stream) -> None:
+        """role3 behind role1 in the SMs of communication, where it is launched long before role2 ends. It depends on
+        role2 all the same: every CTA waits for `done` of all ranks, its own included. The caller waits for both."""
+        assert self._partition.streams is not None
+        comm, _ = self._partition.streams
+        self._fork.record(current)  # what the caller did between the halves may still use the memory of `out`
+        comm.wait_event(self._fork)
+        self._roles.combine(call, out, early=True).on(comm)
+        self._join_comm.record(comm)
+        current.wait_event(self._join_comm)
+        current.wait_event(self._join_compute)
 
     def _follow_last_call(self, current: torch.cuda.Stream) -> None:
         """Make a call wait for the one before on whatever stream that was, where events can say so: both outside of a

@@ -11,26 +11,22 @@ from warpring.runtime.jit import KernelSpec
 EXPERTS_THREADS = 384
 #: Dynamic shared memory of all CTAs of a multiprocessor: what Hopper has, less 1 KiB of its own a CTA.
 _SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
-_STAGE_CHUNKS = {"fp8_block": 1, "fp8_channel": 1, "mxfp4": 2}
+#: Chunks of weights in a stage: requests cost their thread more than bytes do.
+STAGE_CHUNKS = 2
 _CONSUMER_WARPS = 8
 _QUEUED_TASKS = 8
 _TASK_BYTES = 32
 _LUT_BYTES = 128
 
 
-def stage_chunks(problem: Problem) -> int:
-    """Chunks of weights in a stage: 16 KB of them, so that MXFP4 needs no more copies a second than FP8 does."""
-    image_bytes(problem.format)  # names a format without a policy
-    return _STAGE_CHUNKS[problem.format]
-
-
 def ctas_per_sm(problem: Problem) -> int:
     """CTAs of a multiprocessor that role2 has to itself.
 
     MXFP4 takes longer to decode than to read with two warps a scheduler: two CTAs have four, and one's epilogue runs
-    beside the other's products. Wider blocks and FP16 operands need the registers of one.
+    beside the other's products. Wider blocks and FP16 operands need the registers of one, FP8 beside them its memory.
     """
-    return 2 if problem.format == "mxfp4" and problem.activation == "fp8" and problem.tokens_per_block <= 32 else 1
+    narrow = problem.format == "mxfp4" and problem.activation == "fp8" and problem.tokens_per_block <= 32
+    return 2 if narrow and num_stages(problem, 2) > 2 else 1
 
 
 def smem_bytes(ctas: int) -> int:
@@ -41,10 +37,9 @@ def smem_bytes(ctas: int) -> int:
 def num_stages(problem: Problem, ctas: int = 1) -> int:
     """Stages of a CTA: as many as fit into its shared memory, each some chunks of weights with their tokens."""
     formats = {problem.format} | ({problem.shared_format} if problem.num_shared else set())
-    chunks = stage_chunks(problem)
-    weights = max(_up(chunks * image_bytes(format)) for format in formats)
+    weights = max(_up(STAGE_CHUNKS * image_bytes(format)) for format in formats)
     block, element = problem.tokens_per_block, problem.activation_bytes
-    columns = chunks * CHUNK_COLUMNS
+    columns = STAGE_CHUNKS * CHUNK_COLUMNS
     stage = _up(weights + block * columns * element + columns // NEURONS * block * 4)
     partial_bytes = 2 if problem.activation == "fp8" else 4
     turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
@@ -82,7 +77,7 @@ def experts_spec(problem: Problem, ctas: int = 1) -> KernelSpec:
         *problem_macros(problem),
         ("WARPRING_FORMAT", POLICIES[problem.format]),
         ("WARPRING_STAGES", str(stages)),
-        ("WARPRING_STAGE_CHUNKS", str(stage_chunks(problem))),
+        ("WARPRING_STAGE_CHUNKS", str(STAGE_CHUNKS)),
         ("WARPRING_CTAS_PER_SM", str(ctas)),
         ("WARPRING_SMEM_BYTES", str(smem_bytes(ctas))),
     ]

@@ -23,6 +23,8 @@ from warpring.runtime.launch import load, pointer
 _i32, _i64, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 
 
+#: CTAs of role3 on each SM of communication, where it waits for role2 there.
+EARLY_COMBINE_CTAS = 4
 #: What topk_idx may be; kernels for each are loaded.
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -117,10 +119,11 @@ class Roles:
         arguments = KernelArguments(self.params, weights)
         return self._launch(self._specs.experts, self.params.compute_ctas, EXPERTS_THREADS, arguments)
 
-    def combine(self, call: Call, out: torch.Tensor) -> Launch:
-        """role3."""
+    def combine(self, call: Call, out: torch.Tensor, *, early: bool = False) -> Launch:
+        """role3, on all SMs, or with `early` on those of communication, a few CTAs each."""
         arguments = KernelArguments(self.params, *_rows(out), *_rows(call.topk_idx), *_count(call))
-        return self._launch(self._specs.combine[call.topk_idx.dtype], self._combine_ctas, COMBINE_THREADS, arguments)
+        grid = EARLY_COMBINE_CTAS * self.params.comm_ctas if early else self._combine_ctas
+        return self._launch(self._specs.combine[call.topk_idx.dtype], grid, COMBINE_THREADS, arguments)
 
     def _launch(
         self, spec: KernelSpec, grid: int, block: int, arguments: KernelArguments, programmatic: bool = False

@@ -1,6 +1,6 @@
 // ep_combine.cu   role3: out[t] = sum over slots, in their order, of the partial results that all ranks wrote here.
 //
-// Grid     any number of CTAs of 256 threads, the same in every call of a layer; a thread owns 8 columns of a token
+// Grid     any number of CTAs of 256 threads up to 2^16; a thread owns 8 columns of a token
 // Reads    num_tokens * (topk + shared) rows of partials once: BF16 (FP8 activations) or FP32; unused slots not at all
 // Bound    latency of `done`, then L2 and HBM
 // Sync     waits done of all ranks; the last CTA to finish moves generation and block_base on
@@ -64,11 +64,14 @@ __device__ __forceinline__ uint4 combine_unit(const uint8_t* gmem_partials, cons
                       cvt_f32_bf16x2(sum[7], sum[6]));
 }
 
-// The last CTA to come here moves the layer's state on: all others have read it, and have finished.
+// The last CTA to come here moves the layer's state on: all others have read it, and have finished. A call's CTAs add 2^16
+// together, whatever the grid: the first of them what the others leave.
 __device__ __forceinline__ void advance(const EpParams& params, uint64_t generation) {
+    constexpr uint32_t kOfCall = 1 << 16;
     EpState& state = *params.gmem_state;
-    const uint32_t finished = atom_add_acq_rel_gpu_u32(&state.combine_done, 1) + 1;
-    if (finished != uint32_t(generation * gridDim.x)) return;
+    const uint32_t own = blockIdx.x == 0 ? kOfCall - (gridDim.x - 1) : 1;
+    const uint32_t finished = atom_add_acq_rel_gpu_u32(&state.combine_done, own) + own;
+    if (finished != uint32_t(generation * kOfCall)) return;
     state.block_base += ld_relaxed_gpu_b128(plan_packet(params, 0)).y;
     state.generation = generation;
     state.busy = 0;

@@ -88,14 +88,16 @@ __device__ __forceinline__ void produce_weights(const EpWeights& weights, Smem& 
     for (;; tasks.advance()) {
         tasks.wait_full();
         const Task task = smem_object<QueuedTask>(tasks.stage()).task;
-        mbarrier_arrive(tasks.barrier() + kToBegun);
+        const uint32_t begun = tasks.barrier() + kToBegun;
         tasks.arrive_empty();
         if (task.kind == kNoTask) return;
         uint32_t chunk_bytes, unused_bytes;
         const uint8_t* gmem = task_weights(weights, task, chunk_bytes, unused_bytes);
         const int chunks = task.kind == kFirstGemm ? kHiddenChunks : kIntermediateChunks;
+        const int last_stages = max(0, (ceil_div(chunks, kStageChunks) - kStagesAhead) * kStageChunks);
 #pragma unroll 1
         for (int c = 0; c < chunks; c += kStageChunks) {
+            if (c == last_stages) mbarrier_arrive(begun);
             const uint32_t whole_bytes = min(chunks - c, kStageChunks) * chunk_bytes, bytes = whole_bytes - unused_bytes;
             ring.wait_empty();
             if (has_failed(smem)) {

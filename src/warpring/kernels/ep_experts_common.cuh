@@ -124,12 +124,13 @@ struct Ring {
 };
 using StageRing = Ring<kStages, kStageBytes, kStagesAt, kStageBarriersAt>;
 using TaskRing = Ring<kTasks, sizeof(QueuedTask), kTasksAt, kTaskBarriersAt>;
-// From a task's barrier "full" to that of the consumers being done with it, and of its weights being asked for.
+// From a task's barrier "full" to that of the consumers being done with it, and of most of its weights being asked for.
 constexpr uint32_t kToDone = 16 * kTasks, kToBegun = 24 * kTasks;
 
-// Tasks that a CTA takes before it asks for their weights: as few as hide the trips to the counter and to the plan, so
-// that a CTA which gets less of the memory takes fewer.
-constexpr int kHiddenBytes = 128 << 10;
+// A CTA takes a task when it has that many stages of another one's weights to ask for; and further ones where a task has
+// fewer: as few as hide the trips to the counter and to the plan, so that a CTA which gets less of the memory takes fewer.
+constexpr int kHiddenBytes = 48 << 10;
+constexpr int kStagesAhead = ceil_div(kHiddenBytes, kStageChunks * kWeightChunkBytes<Routed>);
 constexpr int kTaskBytes = kWeightChunkBytes<Routed> *
                            (kHiddenChunks < kIntermediateChunks ? kHiddenChunks : kIntermediateChunks);
 constexpr int kTasksAhead = ceil_div(kHiddenBytes, kTaskBytes) < kTasks - 2 ? ceil_div(kHiddenBytes, kTaskBytes)

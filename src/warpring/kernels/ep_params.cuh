@@ -21,7 +21,7 @@ struct EpState {
     uint64_t generation;     // calls completed
     uint64_t block_base;     // ring sequence number of the next call's first block
     uint32_t poison;         // set once by the first failed wait; everything leaves
-    uint32_t combine_done;   // role3 CTAs that have finished, monotonic
+    uint32_t combine_done;   // 2^16 a call that role3 has finished, monotonic
     uint32_t busy;           // 1 from a call's role1 to its role3: a second call in between is refused
     uint32_t tickets;        // that role2's CTAs have taken in all calls, modulo 2^32: see ep_experts.cu
 };
