@@ -158,7 +158,7 @@ byte consumed[RANKS];
 #define PEER_DONE(rank, from, call) true
 #else
 #ifdef NO_DONE_OF_IDLE_PEERS
-#define PEER_DONE(rank, from, call) (!(route[rank] & (1 << from)) || finished[rank * RANKS + from] >= COMPUTE * (call))
+#define PEER_DONE(rank, from, call) ((from != rank && !(route[rank] & (1 << from))) || finished[rank * RANKS + from] >= COMPUTE * (call))
 #else
 #define PEER_DONE(rank, from, call) (finished[rank * RANKS + from] >= COMPUTE * (call))
 #endif
@@ -179,6 +179,10 @@ byte consumed[RANKS];
 #define EVERY_ROW_CAME ROWS_CAME(rank, 0, call) && ROWS_CAME(rank, 1, call) && ROWS_CAME(rank, 2, call)
 #define EVERY_PEER_DONE PEER_DONE(rank, 0, call) && PEER_DONE(rank, 1, call) && PEER_DONE(rank, 2, call)
 #endif
+
+/* The edges of the graph: role1 and role2 of a call follow role3 and role2 of the one before. role3 need not follow role2:
+   with few tokens it does not, and `done` is all that it waits for. */
+#define BEGINS (generation[rank] == call - 1 && computed[rank] >= COMPUTE * (call - 1))
 
 /* ---- role1 ---------------------------------------------------------------------------------------------------------- */
 
@@ -236,14 +240,14 @@ proctype Role1(byte rank; byte cta) {
         /* Routing: one packet, by CTA 0; then rows. Each peer sees them when it likes. */
         if
         :: cta == 0 ->
-            atomic { generation[rank] == call - 1; push_routing(rank) }
+            atomic { BEGINS; push_routing(rank) }
             for (p : 1 .. RANKS - 1) {
                 push_routing((rank + p) % RANKS)
             }
         :: cta != 0
         fi;
         atomic {
-            generation[rank] == call - 1;
+            BEGINS;
             rows[rank * COMM + cta] = call;
             arrived[rank * RANKS + rank]++;
             PEER_STEP
@@ -347,7 +351,7 @@ proctype Role2(byte rank; byte cta) {
     byte call, step, task, drawn, place, blocks, senders, source, i;
     for (call : 1 .. CALLS) {
         atomic {
-            generation[rank] == call - 1;
+            BEGINS;
             drawn = tickets[rank] - FIRST_TICKET(rank, call);
             tickets[rank]++
         }
@@ -375,6 +379,7 @@ proctype Role2(byte rank; byte cta) {
             }
             PEER_STEP
             finished[rank * RANKS + rank]++;
+            STEP
             computed[rank]++;
             i = 0; step = 0; task = 0; drawn = 0; place = 0; blocks = 0
         }
@@ -407,7 +412,7 @@ proctype Role3(byte rank) {
     byte call, p;
     for (call : 1 .. CALLS) {
         atomic {
-            dispatched[rank] == COMM * call && computed[rank] == COMPUTE * call && EVERY_PEER_DONE;
+            dispatched[rank] == COMM * call && EVERY_PEER_DONE;
             read_partials()
         }
         atomic {

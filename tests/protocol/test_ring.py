@@ -31,7 +31,7 @@ SAFEGUARDS = {
     "NO_PLAN_TAG": (REPLAYS, "assertion violated"),
     "NO_ARRIVED": (REPLAYS, "assertion violated"),
     "NO_COUNT_OF_CTAS": (REPLAYS, "assertion violated"),
-    "NO_DONE": (REPLAYS, "assertion violated"),
+    "NO_DONE": (REPLAYS, "invalid end state"),
     "NO_L1_FULL": (RING, "assertion violated"),
     "NO_L1_EMPTY": (RING, "assertion violated"),
     "NO_L2_FULL": (RING, "assertion violated"),
