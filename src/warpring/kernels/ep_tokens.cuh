@@ -11,23 +11,33 @@ constexpr int kPieceBytes = 16;
 constexpr int kPieceColumns = kPieceBytes / kElementBytes;
 constexpr int kChunkColumns = kChunkBytes / kElementBytes;
 
-// Columns [column, column + kPieceColumns) of a token, FP32.
+// Columns [column, column + kPieceColumns) of a token: as they are loaded, BF16, and FP32.
+struct LoadedPiece {
+    uint4 bits[kPieceColumns / 8];
+};
 struct TokenPiece {
     float v[kPieceColumns];
 };
 
 // Zeros beyond hidden (pieces do not straddle it: hidden is a multiple of 32) and where `exists` is false.
-__device__ __forceinline__ TokenPiece load_piece(const uint16_t* gmem_row, int column, bool exists) {
-    TokenPiece piece;
+__device__ __forceinline__ LoadedPiece load_piece(const uint16_t* gmem_row, int column, bool exists) {
+    LoadedPiece loaded;
     exists = exists && column < kHidden;
 #pragma unroll
-    for (int i = 0; i < kPieceColumns; i += 8) {
-        const uint4 bits = exists ? ld_activations(gmem_row + column + i) : make_uint4(0, 0, 0, 0);
-        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+    for (int i = 0; i < kPieceColumns / 8; ++i)
+        loaded.bits[i] = exists ? ld_activations(gmem_row + column + 8 * i) : make_uint4(0, 0, 0, 0);
+    return loaded;
+}
+
+__device__ __forceinline__ TokenPiece piece_of(const LoadedPiece& loaded) {
+    TokenPiece piece;
+#pragma unroll
+    for (int i = 0; i < kPieceColumns / 8; ++i) {
+        const uint32_t words[4] = {loaded.bits[i].x, loaded.bits[i].y, loaded.bits[i].z, loaded.bits[i].w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            piece.v[i + 2 * w] = __uint_as_float(words[w] << 16);
-            piece.v[i + 2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
+            piece.v[8 * i + 2 * w] = __uint_as_float(words[w] << 16);
+            piece.v[8 * i + 2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
         }
     }
     return piece;
@@ -70,21 +80,21 @@ struct Tokens {
     template <class Use>
     __device__ __forceinline__ void for_each_unit(const Use& use) const {
         constexpr int kWarps = kThreads / kLanes;
-        constexpr int kUnitsInFlight = 2;
+        constexpr int kUnitsInFlight = kThreads / 128;  // as registers allow: role4 has fewer, to fit beside role1
         const int lane = threadIdx.x % kLanes, units = ceil_div(count, kUnitTokens) * kCodeChunks;
 #pragma unroll 1
         for (int unit = threadIdx.x / kLanes; unit < units; unit += kUnitsInFlight * kWarps) {
-            TokenPiece values[kUnitsInFlight];
+            LoadedPiece loaded[kUnitsInFlight];
             int i[kUnitsInFlight], chunk[kUnitsInFlight];
 #pragma unroll
             for (int u = 0; u < kUnitsInFlight; ++u) {
                 i[u] = (unit + u * kWarps) / kCodeChunks * kUnitTokens + lane / 8;
                 chunk[u] = (unit + u * kWarps) % kCodeChunks;
                 const int column = chunk[u] * kChunkColumns + lane % 8 * kPieceColumns;
-                values[u] = load_piece(gmem_x + (first + i[u] * step) * x_stride, column, i[u] < count);
+                loaded[u] = load_piece(gmem_x + (first + i[u] * step) * x_stride, column, i[u] < count);
             }
 #pragma unroll
-            for (int u = 0; u < kUnitsInFlight; ++u) use(i[u], chunk[u], values[u]);
+            for (int u = 0; u < kUnitsInFlight; ++u) use(i[u], chunk[u], piece_of(loaded[u]));
         }
     }
 };
