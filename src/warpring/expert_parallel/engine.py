@@ -168,8 +168,8 @@ class KernelEngine:
             current = torch.cuda.current_stream()
             if self._captures_child(current):
                 add_child_graph(self._nodes(call, weights, out), current)
-            elif self._partition.contexts is not None and call.count <= EARLY_TOKENS:
-                self._combine_early(call, out, current)
+            elif self._partition.contexts and self._partition.streams and call.count <= EARLY_TOKENS:
+                self._combine_early(call, out, current, self._partition.streams[0])
             else:
                 current.wait_event(self._join_comm)
                 current.wait_event(self._join_compute)
@@ -177,11 +177,11 @@ class KernelEngine:
             self._end.record(current)
             self._end_capture = capture_id(current)
 
-    def _combine_early(self, call: Call, out: torch.Tensor, current: torch.cuda.Stream) -> None:
+    def _combine_early(
+        self, call: Call, out: torch.Tensor, current: torch.cuda.Stream, comm: torch.cuda.Stream
+    ) -> None:
         """role3 behind role1 in the SMs of communication, where it is launched long before role2 ends. It depends on
         role2 all the same: every CTA waits for `done` of all ranks, its own included. The caller waits for both."""
-        assert self._partition.streams is not None
-        comm, _ = self._partition.streams
         self._fork.record(current)  # what the caller did between the halves may still use the memory of `out`
         comm.wait_event(self._fork)
         self._roles.combine(call, out, early=True).on(comm)
