@@ -264,7 +264,12 @@ def test_more_pairs_of_an_expert_than_one_tile_and_than_one_launch(num_tokens: i
 
 #: What is taken out of the sources (it is there once), and what takes its place.
 MUTATIONS = {
-    "weights read before they have arrived": ("wait(full, parity);", ""),
+    "weights of gate_up read before they have arrived": ("wait(full[at.stage], at.parity);", ""),
+    "weights of down read before they have arrived": (
+        "wait(smem.barriers.down_full[warp][at.stage], at.parity);",
+        "",
+    ),
+    "rows of x read before they are there": ("if (holds_all_rows(args)) wait(smem.barriers.x_staged, 0);", ""),
     "weights of gate_up requested over those that are not read": (
         "wait(smem.barriers.gate_up_empty[team][turn.stage], turn.parity ^ 1);",
         "",
@@ -343,7 +348,7 @@ def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) ->
                 tile.moe_tile(kept.x, packed, kept.topk_idx, kept.topk_weights, out, config)
         return torch.stack(outs)
 
-    configs = {Config(2, 4, 2, 128, 2): 3, Config(1, 2, 1, 128, 1): 1}
+    configs = {Config(2, 16, 2, 128, 2): 3, Config(1, 2, 1, 300, 1): 1}
     expected = layers(next(iter(configs)))
     for seed in range(8):
         for config, num_sms in configs.items():

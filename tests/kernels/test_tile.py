@@ -118,7 +118,7 @@ def test_panels_are_divided_evenly_into_runs(format: str, num_records: int) -> N
         assert sizes.hidden // 32 % (sizes.split * sizes.gate_up_run) == 0
         assert sizes.intermediate // 32 % sizes.down_run == 0
         assert sizes.down_run <= sizes.gate_up_run
-        assert sizes.gate_up_run * RECORD_BYTES[format] <= max(4352, RECORD_BYTES[format])
+        assert sizes.gate_up_run * RECORD_BYTES[format] <= max(4896, RECORD_BYTES[format])
         assert sizes.split * (2 if sizes.has_4_bit_codes else 1) <= 24
 
 

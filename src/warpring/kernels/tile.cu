@@ -8,7 +8,7 @@
 // A CTA    producer warps take tickets and request weights, a unit of about 4 KB a bulk copy, as far ahead as the ring
 //          allows: from gate_up into down without a gap. Stager warps fetch activations, those of down behind the flag of
 //          their expert. Consumer warps multiply: of a gate_up panel each owns every kSplit-th unit, of down a panel each.
-//          Finisher warps add the shares of gate_up up and apply the activation; a stager raises the flag.
+//          Finisher warps add the shares of gate_up up and apply the activation; one more warp raises the flags.
 // Reads    every wanted weight byte once for each kMaxColumns pairs of its expert, in the order of memory
 // Bound    HBM: distinct experts * 3 * intermediate * hidden * bytes_per_weight
 // Sync     waits for its predecessor before anything is read or written. Inside: gmem_shared->panels_done[entry] is added to
@@ -32,24 +32,29 @@ moe_tile(const uint16_t* gmem_x, int64_t x_stride, const Index* gmem_topk_idx, i
     const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const bool produces = warp == kConsumers;
     init_barriers(smem.barriers, warp, lane);
+    clear_counts(smem.routing);
+    __syncthreads();
     pdl_launch_dependents();
     pdl_wait();
     uint32_t ticket = 0;
     if (produces && lane == 0) ticket = atom_add_relaxed_gpu_u32(&gmem_shared->ticket, 1);
-    find_pairs(smem.routing, gmem_topk_idx, idx_stride, num_tokens * kSlots);
     const Args args{gmem_x, x_stride, gmem_topk_idx, idx_stride, gmem_topk_weights, weights_stride, gmem_shared_weights,
                     shared_weights_stride, num_tokens, gmem_w13, gmem_w2, gmem_w13_matrix_scale, gmem_w13_row_scale,
                     gmem_w13_block_scale, gmem_w13_bias, gmem_w2_matrix_scale, gmem_w2_row_scale, gmem_w2_block_scale,
                     gmem_w2_bias, alpha, limit, up_offset, gmem_act, gmem_dots, gmem_out, out_stride, gmem_shared};
-    constexpr int kStager = kConsumers + kProducers, kFinisher = kStager + kStagers;
+    if (holds_all_rows(args)) fetch_all_rows(smem, args);
+    find_pairs(smem.routing, gmem_topk_idx, idx_stride, num_tokens * kSlots);
+    cp_async_arrive(smem_address(&smem.barriers.x_staged));
     if (warp < kConsumers)
         Consumer(smem, args, warp, lane).run();
     else if (produces)
         Producer(smem, args, 0, lane).lead(__shfl_sync(kFull, ticket, 0));
-    else if (warp < kStager)
+    else if (warp < kFirstStager)
         Producer(smem, args, warp - kConsumers, lane).follow();
-    else if (warp < kFinisher)
-        Stager(smem, args, warp - kStager, lane).run();
+    else if (warp < kFirstFinisher)
+        Stager(smem, args, warp - kFirstStager, lane).run();
+    else if (warp < kFlagRaiser)
+        Finisher(smem, args, warp - kFirstFinisher, lane).run();
     else
-        Finisher(smem, args, warp - kFinisher, lane).run();
+        raise_flags(smem, args);
 }

@@ -25,7 +25,7 @@ MAX_PAIRS = 512
 #: What a CTA may have of shared memory.
 CTA_SMEM_BYTES = 227 * 1024
 #: Bytes of a unit, the run of records that one bulk copy brings, at most.
-UNIT_BYTES = 4352
+UNIT_BYTES = 4896
 #: Multiprocessors that the work is dealt out to where no GPU says how many there are, an H200's.
 NUM_SMS = 132
 _POLICIES = {
@@ -36,21 +36,25 @@ _POLICIES = {
     "mxfp4": "TileMxfp4",
     "nvfp4": "TileNvfp4",
 }
-#: Warps that share a panel's columns: the first that divides them evenly. A panel of 4-bit codes is half as long: fewer
-#: warps, each with more of it, spend fewer instructions on what a panel costs each of them.
+#: Warps that may share a panel's columns, the best first; of those that divide them evenly the one with the largest units. A
+#: panel of 4-bit codes is half as long: fewer warps, each with more of it, spend fewer instructions on what a panel costs each.
 _SPLITS = (8, 9, 7, 10, 6, 5, 4, 11, 12, 3, 2, 1)
 _SPLITS_4_BIT = (4, 5, 3, 6, 7, 8, 9, 2, 1)
+#: More warps would leave each fewer registers than it needs.
+_MOST_SPLIT_OF_TWO_TEAMS = 5
 #: Rows of x that are staged where there is room: two tiles.
 _COLUMNS = 16
 _PAIR_CLASSES = (32, 128, MAX_PAIRS)
 #: Records of a block of scales: their scales are requested before the wait for the weights.
 _SCALE_BLOCK = 4
 _QUEUE = 8
-_PRODUCERS, _STAGERS, _FINISHERS = 2, 3, 2
+_PRODUCERS, _STAGERS, _FINISHERS, _FLAG_RAISERS = 2, 3, 2, 1
 _TILE_COLUMNS = 8
 _MOST_STAGES = 16
 _MOST_PARTS = 8
 _LEAST_RING = 80 * 1024
+#: Dot products of down of so many bytes have shared memory of their own.
+_DOTS_APART = 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,15 @@ class Sizes:
     def split(self) -> int:
         """Warps that share the columns of a gate_up panel evenly. Decides the order of sums."""
         splits = _SPLITS_4_BIT if self.has_4_bit_codes else _SPLITS
-        return next(n for n in splits if self.hidden // 32 % n == 0)
+        return max((n for n in splits if self.hidden // 32 % n == 0), key=self._unit)
 
     @property
     def gate_up_run(self) -> int:
         """Records of a unit of gate_up, whole blocks of scales where that divides. Decides the order of sums."""
-        own = self.hidden // 32 // self.split
+        return self._unit(self.split)
+
+    def _unit(self, split: int) -> int:
+        own = self.hidden // 32 // split
         blocks = _SCALE_BLOCK if self.format == "fp8_block" and own % _SCALE_BLOCK == 0 else 1
         return blocks * _run(own // blocks, blocks * self.record_bytes, UNIT_BYTES)
 
@@ -149,7 +156,7 @@ def _entries(sizes: Sizes, config: Config) -> int:
 
 
 def _warps(sizes: Sizes, config: Config) -> int:
-    return sizes.split * config.teams + _PRODUCERS + _STAGERS + _FINISHERS
+    return sizes.split * config.teams + _PRODUCERS + _STAGERS + _FINISHERS + _FLAG_RAISERS
 
 
 def _round_up(num_bytes: int, multiple: int) -> int:
@@ -163,13 +170,14 @@ def smem_bytes(sizes: Sizes, config: Config) -> int:
     consumers = sizes.split * config.teams
     items = _STAGERS * consumers
     dots = 64 * (config.pairs if config.parts == 1 else 1)
-    barriers = 8 * (2 * config.stages * (config.teams + consumers) + 4 * _QUEUE + 2 * items + 2 * shares)
-    lists = 20 * _QUEUE + 8 * items + 4
+    barriers = 8 * (2 * config.stages * (config.teams + consumers) + 5 * _QUEUE + 1 + 2 * items + 2 * shares)
+    lists = (16 + 4 * _STAGERS) * _QUEUE + 8 * items + 4
     entries = _entries(sizes, config)
     routing = 4 * config.pairs + 2 * (2 * entries + 1) + 4 * (sizes.num_experts + sizes.num_shared)
-    routing += 4 * _warps(sizes, config) + 4
+    routing += 4 * _warps(sizes, config) + 8
     used = _round_up(config.stages * consumers * unit, 16) + config.column_bytes(sizes)
-    used += max(shares * sizes.split * 512, dots) + 4 * config.pairs + barriers + lists + routing
+    used += shares * sizes.split * 512 + dots if dots <= _DOTS_APART else max(shares * sizes.split * 512, dots)
+    used += 4 * config.pairs + barriers + lists + routing
     return _round_up(used + 64, 128)
 
 
@@ -186,7 +194,7 @@ def config_for(sizes: Sizes, num_pairs: int, num_sms: int = NUM_SMS) -> Config:
         UnsupportedError: a row of activations so long that no column fits shared memory.
     """
     pairs = next(n for n in _PAIR_CLASSES if num_pairs <= n)
-    teams = 2 if sizes.has_4_bit_codes else 1
+    teams = 2 if sizes.has_4_bit_codes and sizes.split <= _MOST_SPLIT_OF_TWO_TEAMS else 1
     parts = _parts(sizes.hidden // 16, num_sms)
     stage = teams * (sizes.split * (sizes.gate_up_run * sizes.record_bytes + 16) + 16)
     for columns in range(_COLUMNS, 0, -1):

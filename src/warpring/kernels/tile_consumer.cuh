@@ -20,63 +20,93 @@ struct Consumer {
 
     // Where a lane's activations start; `place_of` gives the place of a column, among those of `stride` bytes.
     template <int kTiles, class PlaceOf>
-    __device__ __forceinline__ Columns<kTiles> columns(int count, int stride, const PlaceOf& place_of) const {
+    __device__ __forceinline__ Columns<kTiles> columns(int count, int first_byte, int stride, const PlaceOf& place_of) const {
         Columns<kTiles> found;
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)
-            found.smem[t] =
-                smem_address(smem.columns) + place_of(min(t * kColumns + lane / 4, count - 1)) * stride + lane % 4 * 16;
+            found.smem[t] = smem_address(smem.columns) + first_byte +
+                            place_of(min(t * kColumns + lane / 4, count - 1)) * stride + lane % 4 * 16;
         return found;
     }
 
-    // One unit: waits, multiplies, gives its place back.
-    template <int kRun, int kTiles>
-    __device__ __forceinline__ void add_unit(Sums<kTiles>& sums, int stage, uint64_t& full, uint64_t& empty, uint32_t parity,
-                                             const Columns<kTiles>& staged, const float* gmem_low, const float* gmem_high,
-                                             int record) {
-        const BlockScales<kRun> scales(gmem_low, gmem_high, record);
-        wait(full, parity);
-        add_run<kRun, kTiles>(sums, smem_address(smem.ring[warp / kSplit][stage][warp % kSplit]), staged, lane, scales, record);
-        arrive_warp(empty);
+    __device__ __forceinline__ uint32_t unit_at(int stage) const {
+        return smem_address(smem.ring[warp / kSplit][stage][warp % kSplit]);
     }
+
+    // A unit that is behind another is loaded from before the one at hand is given back: not with a single stage.
+    static constexpr bool kReadsAhead = kStages > 1;
 
     template <int kTiles>
     __device__ __forceinline__ void gate_up(const Group& group, const Wanted& wanted) {
-        const int g = lane / 4, q = lane % 4, team = warp / kSplit, share = warp % kSplit;
-        const Columns<kTiles> staged = columns<kTiles>(wanted.count, kXStride, [&](int column) {
+        const int team = warp / kSplit, share = warp % kSplit;
+        const Columns<kTiles> staged = columns<kTiles>(wanted.count, 0, kXStride, [&](int column) {
             if (holds_all_rows(args)) return wanted.smem_pairs[column] / kSlots;
-            return ColumnRing<kXSlots>::place(group.slot + column);
+            return ColumnRing::place(group.slot + column, kXSlots);
         });
-        constexpr int kScaleCols = ceil_div(kHidden, 128), kScaleRows = ceil_div(kIntermediate, 128);
-#pragma unroll 1
-        for (int panel = group.first; panel < group.first + group.count; ++panel) {
-            const int finisher = panels++ % kFinishers;
-            if (kTeams > 1 && finisher != team) continue;
+        uint64_t(&full)[kStages] = smem.barriers.gate_up_full[team], (&empty)[kStages] = smem.barriers.gate_up_empty[team];
+        // Own panels of the group: all, or every kTeams-th.
+        const int skipped = kTeams == 1 ? 0 : (team - panels % kTeams + kTeams) % kTeams;
+        const int own = (group.count - skipped + kTeams - 1) / kTeams, own_units = own * kPasses;
+        const auto scales_of = [&](int unit) {
             const float *gmem_low = nullptr, *gmem_high = nullptr;
             if constexpr (Format::kBlockScale) {
+                constexpr int kScaleCols = ceil_div(kHidden, 128), kScaleRows = ceil_div(kIntermediate, 128);
+                const int panel = group.first + skipped + unit / kPasses * kTeams;
                 gmem_low = args.gmem_w13_block_scale + (int64_t(wanted.expert) * 2 * kScaleRows + panel * 8 / 128) * kScaleCols;
                 gmem_high = gmem_low + kScaleRows * kScaleCols;
             }
-            Sums<kTiles> sums;
+            return BlockScales<kGateUpRun>(gmem_low, gmem_high, (unit % kPasses * kSplit + share) * kGateUpRun);
+        };
+        int finisher = (panels + skipped) % kFinishers;
+        panels += group.count;
+        if (own_units == 0) return;
+
+        BlockScales<kGateUpRun> next_scales = scales_of(0);
+        using Records = Loaded<kGroupSize<kGateUpRun, kTiles>, kTiles>;
+        Records loaded;
+        const auto load_first = [&](Records& to, const Turn<kStages>& at, int record) {
+            wait(full[at.stage], at.parity);
+            to.load(unit_at(at.stage), staged, lane, 0, record);
+        };
+        load_first(loaded, ring, next_scales.record);
+        Sums<kTiles> sums;
 #pragma unroll 1
-            for (int pass = 0; pass < kPasses; ++pass, ring.next())
-                add_unit<kGateUpRun, kTiles>(sums, ring.stage, smem.barriers.gate_up_full[team][ring.stage],
-                                             smem.barriers.gate_up_empty[team][ring.stage], ring.parity, staged, gmem_low,
-                                             gmem_high, (pass * kSplit + share) * kGateUpRun);
+        for (int unit = 0, pass = 0; unit < own_units; ++unit) {
+            const BlockScales<kGateUpRun> scales = next_scales;
+            const bool more = unit + 1 < own_units;
+            if (more) next_scales = scales_of(unit + 1);
+            const int stage = ring.stage;
+            ring.next();
+            add_run<kGateUpRun, kTiles>(sums, loaded, unit_at(stage), staged, lane, scales, [&](Records& ahead) {
+                if (kReadsAhead && more) load_first(ahead, ring, next_scales.record);
+            });
+            arrive_warp(empty[stage]);
+            if (!kReadsAhead && more) load_first(loaded, ring, next_scales.record);
+            if (++pass < kPasses) continue;
+            pass = 0;
+            hand_over(sums, finisher, share);
+            sums = Sums<kTiles>();
+            if (kTeams == 1) finisher = (finisher + 1) % kFinishers;
+        }
+    }
+
+    // The share of a panel's sums, tile by tile.
+    template <int kTiles>
+    __device__ __forceinline__ void hand_over(const Sums<kTiles>& sums, int finisher, int share) {
+        const int g = lane / 4, q = lane % 4;
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-                wait(smem.barriers.shares_empty[finisher][shares.stage], shares.parity ^ 1);
-                float(&part)[16][kColumns] = smem.shares[finisher][shares.stage][share];
-                *reinterpret_cast<float2*>(&part[g][q * 2]) = {sums.total(t, 0), sums.total(t, 1)};
-                *reinterpret_cast<float2*>(&part[g + 8][q * 2]) = {sums.total(t, 2), sums.total(t, 3)};
-                arrive_warp(smem.barriers.shares_full[finisher][shares.stage]);
-                shares.next();
-            }
-            if (kTeams == 1) {
-                const Turn<kShares> used = shares;
-                shares = other_shares;
-                other_shares = used;
-            }
+        for (int t = 0; t < kTiles; ++t) {
+            wait(smem.barriers.shares_empty[finisher][shares.stage], shares.parity ^ 1);
+            float(&part)[16][kColumns] = smem.partial.shares[finisher][shares.stage][share];
+            *reinterpret_cast<float2*>(&part[g][q * 2]) = {sums.total(t, 0), sums.total(t, 1)};
+            *reinterpret_cast<float2*>(&part[g + 8][q * 2]) = {sums.total(t, 2), sums.total(t, 3)};
+            arrive_warp(smem.barriers.shares_full[finisher][shares.stage]);
+            shares.next();
+        }
+        if (kTeams == 1) {
+            const Turn<kShares> used = shares;
+            shares = other_shares;
+            other_shares = used;
         }
     }
 
@@ -97,15 +127,32 @@ struct Consumer {
         constexpr int kScaleCols = ceil_div(kIntermediate, 128), kScaleRows = ceil_div(kHidden, 128);
         if constexpr (Format::kBlockScale)  // 16 rows lie in one block of 128
             gmem_scale = args.gmem_w2_block_scale + (int64_t(wanted.expert) * kScaleRows + panel * 16 / 128) * kScaleCols;
-        const Columns<kTiles> staged = columns<kTiles>(wanted.count, kActStride, [&](int column) {
-            return stager * kOwnActSlots + ColumnRing<kOwnActSlots>::place(slot + column);
+        const ActPlace act(args, smem.routing);
+        const Columns<kTiles> staged = columns<kTiles>(wanted.count, act.first_byte, kActStride, [&](int column) {
+            return stager * act.own_slots + ColumnRing::place(slot + column, act.own_slots);
         });
+        BlockScales<kDownRun> next_scales(gmem_scale, gmem_scale, 0);
+        using Records = Loaded<kGroupSize<kDownRun, kTiles>, kTiles>;
+        Records loaded;
+        const auto load_first = [&](Records& to, const Turn<kStages>& at, int record) {
+            wait(smem.barriers.down_full[warp][at.stage], at.parity);
+            to.load(unit_at(at.stage), staged, lane, 0, record);
+        };
+        load_first(loaded, down_ring, 0);
         Sums<kTiles> sums;
 #pragma unroll 1
-        for (int unit = 0; unit < kDownUnits; ++unit, down_ring.next())
-            add_unit<kDownRun, kTiles>(sums, down_ring.stage, smem.barriers.down_full[warp][down_ring.stage],
-                                       smem.barriers.down_empty[warp][down_ring.stage], down_ring.parity, staged, gmem_scale,
-                                       gmem_scale, unit * kDownRun);
+        for (int unit = 0; unit < kDownUnits; ++unit) {
+            const BlockScales<kDownRun> scales = next_scales;
+            const bool more = unit + 1 < kDownUnits;
+            if (more) next_scales = BlockScales<kDownRun>(gmem_scale, gmem_scale, (unit + 1) * kDownRun);
+            const int stage = down_ring.stage;
+            down_ring.next();
+            add_run<kDownRun, kTiles>(sums, loaded, unit_at(stage), staged, lane, scales, [&](Records& ahead) {
+                if (kReadsAhead && more) load_first(ahead, down_ring, next_scales.record);
+            });
+            arrive_warp(smem.barriers.down_empty[warp][stage]);
+            if (!kReadsAhead && more) load_first(loaded, down_ring, next_scales.record);
+        }
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -113,7 +160,7 @@ struct Consumer {
                 const int column = t * kColumns + q * 2 + c;
                 if (column >= wanted.count) continue;
                 const int pair = wanted.smem_pairs[column];
-                float* dots = kParts == 1 ? smem.dots[pair] : args.gmem_dots + int64_t(pair) * kHidden + panel * 16;
+                float* dots = kParts == 1 ? smem.partial.dots[pair] : args.gmem_dots + int64_t(pair) * kHidden + panel * 16;
                 dots[g] = fmaf(sums.total(t, c), low_scale, low_bias);
                 dots[g + 8] = fmaf(sums.total(t, 2 + c), high_scale, high_bias);
             }
@@ -158,13 +205,14 @@ struct Consumer {
         for (int i = threadIdx.x; i < args.num_tokens * 16; i += kConsumerThreads) {
             const int token = i / 16, row = i % 16;
             float y = 0.f;
-#pragma unroll 4
+            // No branch, so that the loads of several slots are on their way at once.
+#pragma unroll 8
             for (int slot = 0; slot < kSlots; ++slot) {
                 const int pair = token * kSlots + slot;
-                if (smem.routing.ids[pair] == kUnused) continue;
                 const float dot =
-                    kParts == 1 ? smem.dots[pair][row] : ld_routing(args.gmem_dots + int64_t(pair) * kHidden + panel * 16 + row);
-                y = fmaf(smem.weights[pair], dot, y);
+                    kParts == 1 ? smem.partial.dots[pair][row] : ld_routing(args.gmem_dots + int64_t(pair) * kHidden + panel * 16 + row);
+                const float sum = fmaf(smem.weights[pair], dot, y);
+                y = smem.routing.ids[pair] == kUnused ? y : sum;
             }
             args.gmem_out[token * args.out_stride + panel * 16 + row] = cvt_f32_bf16(y);
         }
@@ -188,10 +236,12 @@ struct Consumer {
         load_weights();
         Turn<kQueue> queue;
         while (true) {
-            wait(smem.barriers.staged[queue.stage], queue.parity);
+            wait(smem.barriers.posted[queue.stage], queue.parity);
+            if (smem.group[queue.stage].entry == kEnd) return;
+            if (!kDotsApart || !holds_all_rows(args)) wait(smem.barriers.staged[queue.stage], queue.parity);
             const Group group = smem.group[queue.stage];
-            if (group.entry == kEnd) return;
             if (group.entry >= 0) {
+                if (holds_all_rows(args)) wait(smem.barriers.x_staged, 0);
                 const Wanted wanted(smem.routing, group.entry);
                 if (kMaxTiles == 1 || wanted.count <= kColumns)
                     gate_up<1>(group, wanted);
@@ -200,7 +250,7 @@ struct Consumer {
             } else {
                 down(group.first);
             }
-            arrive_warp(smem.barriers.done[queue.stage]);
+            arrive_warp(smem.barriers.left[queue.stage]);
             queue.next();
         }
     }

@@ -1,6 +1,7 @@
-// tile_finisher.cuh   The shares of gate_up become activations.
+// tile_finisher.cuh   The shares of gate_up become activations, and flags say so.
 #pragma once
 #include "activation.cuh"
+#include "sync_ptx.cuh"
 #include "tile_smem.cuh"
 
 // What finishing one neuron takes.
@@ -37,7 +38,7 @@ struct Finisher {
             float2 gate = {0.f, 0.f}, up = {0.f, 0.f};
 #pragma unroll
             for (int w = 0; w < kSplit; ++w) {
-                const float(&share)[16][kColumns] = smem.shares[finisher][turn.stage][w];
+                const float(&share)[16][kColumns] = smem.partial.shares[finisher][turn.stage][w];
                 const float2 g = *reinterpret_cast<const float2*>(&share[row][column]);
                 const float2 u = *reinterpret_cast<const float2*>(&share[row + 8][column]);
                 gate.x += g.x, gate.y += g.y;
@@ -78,7 +79,7 @@ struct Finisher {
         Turn<kQueue> queue;
         int panels = 0;
         while (true) {
-            wait(smem.barriers.staged[queue.stage], queue.parity);
+            wait(smem.barriers.posted[queue.stage], queue.parity);
             const Group group = smem.group[queue.stage];
             if (group.entry == kEnd) return;
             if (group.entry >= 0) gate_up(group, panels);
@@ -89,3 +90,18 @@ struct Finisher {
         }
     }
 };
+
+// Raises the flags for the finishers: these go on, while a release waits for all that was written before it.
+__device__ __forceinline__ void raise_flags(Smem& smem, const Args& args) {
+    Turn<kQueue> queue;
+    while (true) {
+        wait_warp(smem.barriers.posted[queue.stage], queue.parity);
+        const Group group = smem.group[queue.stage];
+        if (group.entry == kEnd) return;
+        wait_warp(smem.barriers.activated[queue.stage], queue.parity);
+        if (threadIdx.x % kLanes == 0 && group.entry >= 0)
+            red_add_release_gpu_u32(&args.gmem_shared->panels_done[group.entry], group.count);
+        arrive_warp(smem.barriers.done[queue.stage]);
+        queue.next();
+    }
+}

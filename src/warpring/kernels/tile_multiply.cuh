@@ -34,16 +34,17 @@ struct Columns {
 };
 
 // The FP32 scales of 128 x 128 blocks that a run meets, of the panel's two halves. Where runs are aligned to blocks they are
-// requested before the wait for the weights, else record by record.
+// requested a run ahead, else record by record.
 template <int kRun>
 struct BlockScales {
     static constexpr bool kUsed = Format::kBlockScale, kAhead = kUsed && kRun % 4 == 0;
     static constexpr int kBlocks = kAhead ? kRun / 4 : 1;
     const float *gmem_low, *gmem_high;
+    int record;
     float low[kBlocks], high[kBlocks];
 
-    // Scales of the run that starts at `record` of the panel.
-    __device__ __forceinline__ BlockScales(const float* low_row, const float* high_row, int record) {
+    // Scales of the run that starts at `record` of a panel.
+    __device__ __forceinline__ BlockScales(const float* low_row, const float* high_row, int first) : record(first) {
         if constexpr (kUsed) {
             gmem_low = low_row;
             gmem_high = high_row;
@@ -56,53 +57,76 @@ struct BlockScales {
             }
         }
     }
-    __device__ __forceinline__ float2 at(int record, int i) const {
+    __device__ __forceinline__ float2 at(int i) const {
         if constexpr (kAhead) return {low[i / 4], high[i / 4]};
         return {ld_scale_f32(gmem_low + (record + i) / 4), ld_scale_f32(gmem_high + (record + i) / 4)};
     }
 };
 
-// Adds the products of the kRun records at `smem_run`, in groups: what a group reads is requested before anything of it is
-// multiplied. `record` is the run's place in the panel, and in the columns.
+// Records are multiplied in groups, while those of the next group are on their way from shared memory.
+__host__ __device__ constexpr int group_size(int run, int most) { return run % most == 0 ? most : group_size(run, most - 1); }
 template <int kRun, int kTiles>
-__device__ __forceinline__ void add_run(Sums<kTiles>& sums, uint32_t smem_run, const Columns<kTiles>& columns, int lane,
-                                        const BlockScales<kRun>& scales, int record) {
-    constexpr bool kSmall = sizeof(typename Format::Raw) <= 20;  // BF16 takes 32 bytes a lane
-    constexpr int kGroup = kTiles == 1 ? 4 : kSmall && kRun % 2 == 0 ? 2 : 1;
-    constexpr bool kWhole = kRun % kGroup == 0;
-#pragma unroll(kTiles == 1 ? kRun : 1)
-    for (int first = 0; first < kRun; first += kGroup) {
-        typename Format::Raw raw[kGroup];
-        uint4 x[kGroup][kTiles];
+constexpr int kGroupSize = group_size(kRun, kTiles == 1 ? 2 : 1);
+
+template <int kGroup, int kTiles>
+struct Loaded {
+    typename Format::Raw raw[kGroup];
+    uint4 x[kGroup][kTiles];
+
+    // Records `first` and on of the run at `smem_run`; `record` is the run's place in the panel, and in the columns.
+    __device__ __forceinline__ void load(uint32_t smem_run, const Columns<kTiles>& columns, int lane, int first, int record) {
 #pragma unroll
-        for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
+        for (int i = 0; i < kGroup; ++i) {
             raw[i] = Format::load(smem_run, lane, first + i);
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) x[i][t] = columns.load(record + first + i, t);
         }
+    }
+};
+
+template <int kGroup, int kTiles, class Scales>
+__device__ __forceinline__ void add_group(Sums<kTiles>& sums, const Loaded<kGroup, kTiles>& loaded, const Scales& scales, int first) {
 #pragma unroll
-        for (int i = 0; i < kGroup && (kWhole || first + i < kRun); ++i) {
-            Operands w;
-            Format::unpack(raw[i], w);
-            float2 scale;
-            if constexpr (Format::kBlockScale) scale = scales.at(record, first + i);
+    for (int i = 0; i < kGroup; ++i) {
+        Operands w;
+        Format::unpack(loaded.raw[i], w);
+        float2 scale;
+        if constexpr (Format::kBlockScale) scale = scales.at(first + i);
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-                const uint4 x_tile = x[i][t];
-                float(&sum)[kChains][4] = sums.d[t];
-                if constexpr (Format::kBlockScale) {
-                    float part[4] = {0.f, 0.f, 0.f, 0.f};
-                    mma_bf16(part, w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x_tile.x, x_tile.y);
-                    mma_bf16(part, w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x_tile.z, x_tile.w);
-                    sum[0][0] = fmaf(scale.x, part[0], sum[0][0]);
-                    sum[0][1] = fmaf(scale.x, part[1], sum[0][1]);
-                    sum[0][2] = fmaf(scale.y, part[2], sum[0][2]);
-                    sum[0][3] = fmaf(scale.y, part[3], sum[0][3]);
-                } else {
-                    mma_bf16(sum[0], w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x_tile.x, x_tile.y);
-                    mma_bf16(sum[kChains - 1], w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x_tile.z, x_tile.w);
-                }
+        for (int t = 0; t < kTiles; ++t) {
+            const uint4 x = loaded.x[i][t];
+            float(&sum)[kChains][4] = sums.d[t];
+            if constexpr (Format::kBlockScale) {
+                float part[4] = {0.f, 0.f, 0.f, 0.f};
+                mma_bf16(part, w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x.x, x.y);
+                mma_bf16(part, w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x.z, x.w);
+                sum[0][0] = fmaf(scale.x, part[0], sum[0][0]);
+                sum[0][1] = fmaf(scale.x, part[1], sum[0][1]);
+                sum[0][2] = fmaf(scale.y, part[2], sum[0][2]);
+                sum[0][3] = fmaf(scale.y, part[3], sum[0][3]);
+            } else {
+                mma_bf16(sum[0], w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x.x, x.y);
+                mma_bf16(sum[kChains - 1], w.a[1][0], w.a[1][1], w.a[1][2], w.a[1][3], x.z, x.w);
             }
         }
     }
+}
+
+// Adds the products of the run at `smem_run`, whose first group `loaded` holds; `load_next` loads the first of the run behind it.
+template <int kRun, int kTiles, class LoadNext>
+__device__ __forceinline__ void add_run(Sums<kTiles>& sums, Loaded<kGroupSize<kRun, kTiles>, kTiles>& loaded, uint32_t smem_run,
+                                        const Columns<kTiles>& columns, int lane, const BlockScales<kRun>& scales,
+                                        const LoadNext& load_next) {
+    constexpr int kGroup = kGroupSize<kRun, kTiles>, kLast = kRun - kGroup;
+#pragma unroll(kTiles == 1 ? kRun : 2)
+    for (int first = 0; first < kLast; first += kGroup) {
+        Loaded<kGroup, kTiles> ahead;
+        ahead.load(smem_run, columns, lane, first + kGroup, scales.record);
+        add_group(sums, loaded, scales, first);
+        loaded = ahead;
+    }
+    Loaded<kGroup, kTiles> ahead = loaded;
+    load_next(ahead);
+    add_group(sums, loaded, scales, kLast);
+    loaded = ahead;
 }

@@ -4,8 +4,6 @@
 #include "sync_ptx.cuh"
 #include "tile_smem.cuh"
 
-constexpr int kSmallUnit = 3 * 1024;
-
 // What a ticket stands for. gate_up's panels are given out in rounds of gridDim.x tickets, for three quarters of
 // what the round before left, and at last for a panel each: few groups, and CTAs that end together.
 struct Tickets {
@@ -48,12 +46,10 @@ struct Producer {
         if (lane == 0) {
             // The first pass over the ring waits for the phase before the first, which counts as complete.
             wait(smem.barriers.gate_up_empty[team][turn.stage], turn.parity ^ 1);
-            mbarrier_arrive_expect_tx(full, kSplit * kUnitBytes);
+            // Units of a pass follow each other on both sides.
+            bulk_load(smem_address(smem.ring[team][turn.stage]), gmem, kSplit * kUnitBytes, full);
         }
         __syncwarp();
-        // Units of a pass follow each other on both sides: small ones go in one copy, since each takes a hundred cycles to ask for.
-        constexpr int kCopies = kUnitBytes < kSmallUnit ? 1 : kSplit, kBytes = kSplit / kCopies * kUnitBytes;
-        if (lane < kCopies) bulk_copy(smem_address(smem.ring[team][turn.stage][lane]), gmem + lane * kBytes, kBytes, full);
         turn.next();
     }
     __device__ __forceinline__ void gate_up(const Group& group) {
@@ -117,6 +113,7 @@ struct Producer {
     // The first producer posts what all serve.
     __device__ __forceinline__ void post(const Group& group) {
         if (lane == 0) {
+            wait(smem.barriers.left[queue.stage], queue.parity ^ 1);
             wait(smem.barriers.done[queue.stage], queue.parity ^ 1);
             smem.group[queue.stage] = group;
             mbarrier_arrive(smem_address(&smem.barriers.posted[queue.stage]));

@@ -40,7 +40,15 @@ struct Routing {
     int32_t count[kExperts];              // pairs, then the next free place, of an expert
     int32_t warp_total[kWarps];
     int32_t num_entries;
+    int32_t largest;  // pairs of an entry, at most
 };
+
+// Before find_pairs, with a barrier of the CTA between.
+__device__ __forceinline__ void clear_counts(Routing& smem) {
+#pragma unroll 1
+    for (int e = threadIdx.x; e < kExperts; e += kThreads) smem.count[e] = 0;
+    if (threadIdx.x == 0) smem.largest = 0;
+}
 
 __device__ __forceinline__ uint32_t expert_of(const Index* gmem_topk_idx, int64_t idx_stride, int pair) {
     const int token = pair / kSlots, slot = pair % kSlots;
@@ -60,7 +68,7 @@ __device__ __forceinline__ bool find_few_pairs(Routing& smem, const Index* gmem_
     const bool leads = used && lane == first_lane;
     const uint32_t leaders = __ballot_sync(kFull, leads);
     int32_t upto = leads ? __popc(same) : 0;
-    const int32_t own = upto;
+    const int32_t own = upto, largest = __reduce_max_sync(kFull, own);
 #pragma unroll
     for (int d = 1; d < kLanes; d *= 2) {
         const int32_t other = __shfl_up_sync(kFull, upto, d);
@@ -76,6 +84,7 @@ __device__ __forceinline__ bool find_few_pairs(Routing& smem, const Index* gmem_
     if (used) smem.pairs[start + __popc(same & before)] = uint16_t(lane);
     if (lane == kLanes - 1) {
         smem.num_entries = __popc(leaders);
+        smem.largest = largest;
         smem.first[__popc(leaders)] = uint16_t(upto);
     }
     return used && __popc(same) > kMaxColumns;
@@ -102,9 +111,6 @@ __device__ __forceinline__ int count_earlier(const Routing& smem, int p, uint16_
 __device__ __forceinline__ void find_many_pairs(Routing& smem, const Index* gmem_topk_idx, int64_t idx_stride, int num_pairs) {
     constexpr int kPerThread = ceil_div(kExperts, kThreads);
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-#pragma unroll 1
-    for (int e = threadIdx.x; e < kExperts; e += kThreads) smem.count[e] = 0;
-    __syncthreads();
 #pragma unroll 1
     for (int p = threadIdx.x; p < num_pairs; p += kThreads) {
         const uint32_t id = expert_of(gmem_topk_idx, idx_stride, p);
@@ -140,6 +146,7 @@ __device__ __forceinline__ void find_many_pairs(Routing& smem, const Index* gmem
         const int e = threadIdx.x * kPerThread + i;
         const int32_t n = e < kExperts ? smem.count[e] : 0;
         // The next free place; negative, as its complement, where the order must be that of the pairs.
+        if (n > smem.largest) atomicMax(&smem.largest, min(n, kMaxColumns));
         if (n > 0) smem.count[e] = n > kMaxColumns ? ~(before & 0xffff) : before & 0xffff;
 #pragma unroll 1
         for (int left = n; left > 0; left -= kMaxColumns) {

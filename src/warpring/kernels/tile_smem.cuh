@@ -21,8 +21,10 @@ constexpr int kSplit = WARPRING_SPLIT, kTeams = WARPRING_TEAMS, kConsumers = kSp
 constexpr int kProducers = 2;  // serve the consumers of down
 constexpr int kStagers = 3;    // take the panels of down in turns
 constexpr int kFinishers = 2;  // take the panels of gate_up in turns
+constexpr int kFirstStager = kConsumers + kProducers, kFirstFinisher = kFirstStager + kStagers;
+constexpr int kFlagRaiser = kFirstFinisher + kFinishers;
 static_assert(kTeams <= kFinishers, "a team's panels are one finisher's, or those of all");
-static_assert(kWarps == kConsumers + kProducers + kStagers + kFinishers, "kernels/tile.py has as many");
+static_assert(kWarps == kFlagRaiser + 1, "kernels/tile.py has as many");
 
 // A panel is 16 rows: 8 neurons' gate and up rows, or 16 outputs. It streams in units, runs of records.
 constexpr int kGateUpPanels = kIntermediate / 8, kDownPanels = kHidden / 16;
@@ -42,8 +44,8 @@ __device__ __forceinline__ constexpr int padded(int bytes) { return bytes % 128 
 constexpr int kXBytes = kHidden * 2, kXStride = padded(kXBytes);
 constexpr int kActBytes = kIntermediate * 2, kActStride = padded(kActBytes);
 constexpr int kXSlots = WARPRING_COLUMN_BYTES / kXStride, kActSlots = WARPRING_COLUMN_BYTES / kActStride;
-constexpr int kOwnActSlots = kActSlots / kStagers;  // each stager has its own
-static_assert(kMaxColumns <= 2 * kColumns && kMaxColumns <= kXSlots && kMaxColumns <= kOwnActSlots, "an entry's columns are staged");
+static_assert(kMaxColumns <= 2 * kColumns && kMaxColumns <= kXSlots && kMaxColumns <= kActSlots / kStagers,
+              "an entry's columns are staged");
 constexpr int kMaxTiles = kMaxColumns > kColumns ? 2 : 1;
 
 constexpr int kQueue = 8;   // groups of panels on their way through the CTA
@@ -65,9 +67,12 @@ constexpr int32_t kDown = -1, kEnd = -2;
 struct Barriers {
     // More than one arrival a phase:
     uint64_t shares_full[kFinishers][kShares], gate_up_empty[kTeams][kStages];
-    uint64_t done[kQueue];
+    uint64_t left[kQueue];  // by the consumers
+    uint64_t done[kQueue];  // by the others
     uint64_t activated[kQueue];
-    uint64_t staged[kQueue], item_staged[kItems];
+    uint64_t x_staged;
+    uint64_t staged[kQueue];
+    uint64_t item_staged[kItems];
     // One:
     uint64_t gate_up_full[kTeams][kStages], down_full[kConsumers][kStages], down_empty[kConsumers][kStages];
     uint64_t posted[kQueue];
@@ -84,29 +89,47 @@ __device__ __forceinline__ void init_barriers(Barriers& smem, int warp, int lane
     uint64_t* barriers = reinterpret_cast<uint64_t*>(&smem);
 #pragma unroll 1
     for (int i = lane * kMakers + maker; i < kCount; i += kLanes * kMakers) {
-        constexpr int kDone = kFinishers * kShares + kTeams * kStages, kActivated = kDone + kQueue, kStaged = kActivated + kQueue,
-                      kOthers = kStaged + kQueue + kItems;
-        const int arrivals = i < kDone        ? kSplit
-                             : i < kActivated ? kConsumers + kFinishers + kProducers + kStagers
-                             : i < kStaged    ? kFinishers
-                             : i < kOthers    ? 2 * kLanes
-                                              : 1;
+        constexpr int kLeft = kFinishers * kShares + kTeams * kStages, kDone = kLeft + kQueue, kActivated = kDone + kQueue,
+                      kX = kActivated + kQueue, kStaged = kX + 1, kItemStaged = kStaged + kQueue, kOthers = kItemStaged + kItems;
+        const int arrivals = i < kLeft         ? kSplit
+                             : i < kDone       ? kConsumers
+                             : i < kActivated  ? kWarps - kConsumers
+                             : i < kX          ? kFinishers
+                             : i < kStaged     ? kThreads
+                             : i < kItemStaged ? 2 * kLanes * kStagers
+                             : i < kOthers     ? 2 * kLanes
+                                               : 1;
         mbarrier_init(smem_address(barriers + i), arrivals);
     }
     fence_mbarrier_init();
 }
 
+// Shares of gate_up, [..][slot][warp][row][column], and dot products of down, [pair][row]: beside each other where these are
+// few, so that down begins while shares are still being added up.
+using Shares = float[kFinishers][kShares][kSplit][16][kColumns];
+using Dots = float[kParts == 1 ? kMaxPairs : 1][16];
+constexpr bool kDotsApart = sizeof(Dots) <= 8 * 1024;
+template <bool kApart>
+struct SharesAndDots {
+    alignas(16) Shares shares;
+    alignas(16) Dots dots;
+};
+template <>
+struct SharesAndDots<false> {
+    union {
+        alignas(16) Shares shares;
+        alignas(16) Dots dots;
+    };
+};
+
 struct Smem {
     alignas(128) uint8_t ring[kTeams][kStages][kSplit][kUnitBytes];
     alignas(16) uint8_t columns[WARPRING_COLUMN_BYTES];
-    union {
-        alignas(16) float shares[kFinishers][kShares][kSplit][16][kColumns];  // of gate_up: [..][slot][warp][row][column]
-        alignas(16) float dots[kParts == 1 ? kMaxPairs : 1][16];          // of down: [pair][row]
-    };
+    SharesAndDots<kDotsApart> partial;
     float weights[kMaxPairs];
     Barriers barriers;
     Group group[kQueue];
-    int32_t columns_of_group[kQueue], item_slot[kItems], columns_of_item[kItems];
+    int32_t columns_of_group[kStagers][kQueue], item_slot[kItems], columns_of_item[kItems];
     int32_t is_last;
     Routing routing;
 };
