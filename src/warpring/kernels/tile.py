@@ -36,8 +36,8 @@ _POLICIES = {
     "mxfp4": "TileMxfp4",
     "nvfp4": "TileNvfp4",
 }
-#: Warps that may share a panel's columns, the best first; of those that divide them evenly the one with the largest units. A
-#: panel of 4-bit codes is half as long: fewer warps, each with more of it, spend fewer instructions on what a panel costs each.
+#: Warps that may share a panel's columns, the best first; of those that divide them evenly the one with the largest
+#: units. A panel of 4-bit codes is half as long: fewer warps, each with more of it, spend less on what a panel costs.
 _SPLITS = (8, 9, 7, 10, 6, 5, 4, 11, 12, 3, 2, 1)
 _SPLITS_4_BIT = (4, 5, 3, 6, 7, 8, 9, 2, 1)
 #: More warps would leave each fewer registers than it needs.
