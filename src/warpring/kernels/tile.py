@@ -52,7 +52,7 @@ _PRODUCERS, _STAGERS, _FINISHERS, _FLAG_RAISERS = 2, 3, 2, 1
 _TILE_COLUMNS = 8
 _MOST_STAGES = 16
 _MOST_PARTS = 8
-_LEAST_RING = 80 * 1024
+_LEAST_RING = 72 * 1024
 #: Dot products of down of so many bytes have shared memory of their own.
 _DOTS_APART = 8 * 1024
 
