@@ -12,6 +12,7 @@ from warpring import UnsupportedError
 from warpring.expert_parallel import engine
 from warpring.expert_parallel.engine import EARLY_TOKENS, KernelEngine, Options
 from warpring.expert_parallel.partition import Partition, Split
+from warpring.expert_parallel.problem import Problem
 
 CALL: Any = SimpleNamespace(count=EARLY_TOKENS + 1)
 FEW: Any = SimpleNamespace(count=EARLY_TOKENS)
@@ -88,9 +89,9 @@ def test_roles_fork_from_the_callers_stream_and_join_it(monkeypatch: pytest.Monk
         "fork on caller",
         "comm waits fork",
         "compute waits fork",
-        "role2 on compute",
         "role4 on comm",
         "role1 on comm",
+        "role2 on compute",
         "comm end on comm",
         "compute end on compute",
     ]
@@ -114,6 +115,23 @@ def test_with_few_tokens_role3_follows_role1_and_the_caller_waits_for_both(monke
         "caller waits compute end",
         "end on caller",
     ]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_building_a_layer_launches_every_kernel_where_it_will_run(
+    monkeypatch: pytest.MonkeyPatch, sequence: bool
+) -> None:
+    """role1 before role2 in each call: role2 waits for role1, and a kernel is loaded only when none runs."""
+    recorder = Recorder(shared=False)
+    made = recorded(monkeypatch, recorder, sequence=sequence)
+    made._device = torch.device("cpu")
+    made._error, made._timeout = torch.zeros(40, dtype=torch.uint8), 1.0
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    made._warm_up(Problem(128, 64, 4, 2, 1, 8))
+    launches = [line.split(" on ") for line in recorder.log if "role" in line]
+    assert [name for name, _ in launches if "role3" not in name] == ["role1", "role2"] * 4
+    places = [("role3", "caller")] * 4 if sequence else [("role3", "caller"), ("early role3", "comm")] * 2
+    assert [(name, where) for name, where in launches if "role3" in name] == places
 
 
 def test_without_shared_experts_there_is_no_role4(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,14 +114,18 @@ class KernelEngine:
         self._warm_up(problem)
 
     def _warm_up(self, problem: Problem) -> None:
-        """Calls without tokens: kernels are loaded in their contexts, and peers seen, before a capture needs it."""
+        """Calls without tokens: kernels are loaded in their contexts, and peers seen, before a capture needs it.
+
+        As many on every rank, with role3 in each of its places.
+        """
         no_weights = EpWeights()
         empty = torch.empty(0, problem.hidden, dtype=torch.bfloat16, device=self._device)
         weights = torch.empty(0, problem.topk, device=self._device)
         for dtype in INDEX_DTYPES:
-            call = Call(empty, weights.to(dtype), weights, None, 0, None)
-            self._fork_roles(call, no_weights)
-            self._join_roles(call, no_weights, empty)
+            for few in (False, True):
+                call = Call(empty, weights.to(dtype), weights, None, 0, None)
+                self._fork_roles(call, no_weights)
+                self._join_roles(call, no_weights, empty, few=few)
         torch.cuda.synchronize(self._device)
         self.check()
 
@@ -148,27 +152,24 @@ class KernelEngine:
             self._fork.record(current)
             comm.wait_event(self._fork)
             compute.wait_event(self._fork)
-            # role2 first: in a graph role1, for which all wait, then starts up to 2 us earlier.
-            if self._partition.streams is not None:
-                self._roles.experts(weights).on(compute)
+            # role1 first: a kernel that is not loaded yet is loaded when nothing runs, and role2 waits for role1.
             if (shared := self._roles.shared(call)) is not None:
                 shared.on(comm)
             self._roles.dispatch(call).on(comm)
-            if self._partition.streams is None:
-                self._roles.experts(weights).on(compute)
+            self._roles.experts(weights).on(compute)
             self._join_comm.record(comm)
             self._join_compute.record(compute)
 
     def receive(self, call: Call, weights: EpPacked, out: torch.Tensor) -> None:
-        """Join: role3 on the caller's stream, behind both partitions."""
-        self._join_roles(call, weights.arguments(), out)
+        """Join: role3 behind both partitions, on the caller's stream, or of few tokens behind role1."""
+        self._join_roles(call, weights.arguments(), out, few=call.count <= EARLY_TOKENS)
 
-    def _join_roles(self, call: Call, weights: EpWeights, out: torch.Tensor) -> None:
+    def _join_roles(self, call: Call, weights: EpWeights, out: torch.Tensor, *, few: bool) -> None:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             if self._captures_child(current):
                 add_child_graph(self._nodes(call, weights, out), current)
-            elif self._partition.contexts and self._partition.streams and call.count <= EARLY_TOKENS:
+            elif few and self._partition.contexts and self._partition.streams:
                 self._combine_early(call, out, current, self._partition.streams[0])
             else:
                 current.wait_event(self._join_comm)
