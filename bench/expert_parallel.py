@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -72,6 +72,16 @@ def ablation(num_ranks: int) -> Iterator[Work]:
 SWEEPS = {"bar": bar, "ablation": ablation}
 
 
+def chosen(work: Iterable[Work], names: Sequence[str]) -> list[Work]:
+    """Those of the layers called MODEL:FORMAT, in the order of the names; all without names."""
+    found = list(work)
+    labels = [f"{shape.name}:{format}" for shape, format, *_ in found]
+    unknown = set(names) - set(labels)
+    if unknown:
+        raise SystemExit(f"--layers: {', '.join(sorted(unknown))} is none of {', '.join(dict.fromkeys(labels))}")
+    return [item for name in names for item, label in zip(found, labels, strict=True) if label == name] or found
+
+
 def words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
@@ -89,6 +99,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", choices=tuple(SWEEPS))
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--layers", type=words, default=[], metavar="MODEL:FORMAT,...", help="these alone, in this order"
+    )
     parser.add_argument("--peers", type=words, default=[*EP_PEERS, *NOT_TIMED], help="in bar; empty for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--windows", type=int, default=30)
@@ -97,7 +110,7 @@ def main() -> int:
     start = time.monotonic()
     with process_group(torch.device("cuda" if torch.cuda.is_available() else "cpu")) as (group, device):
         num_ranks = 1 if group is None else group.size()
-        for shape, format, skew, tokens, variants in SWEEPS[args.sweep](num_ranks):
+        for shape, format, skew, tokens, variants in chosen(SWEEPS[args.sweep](num_ranks), args.layers):
             bench = EpBench(shape, format, group, device, skew=skew, seed=args.seed, windows=args.windows)
             # Rank 0's clock decides for all, or some would wait for others that have stopped.
             if bench.first_of_all(time.monotonic() - start) > args.time_budget:
