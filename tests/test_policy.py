@@ -198,7 +198,8 @@ def test_library_serves_qwen3_on_an_h200_by_measurement() -> None:
     for path in ("warp", "tile"):
         for format in ("bf16", "mxfp8", "mxfp4"):
             found = {c.key: c for c in read(file_of(policy.DATA_DIR, "NVIDIA H200"))}[path, format, *SIZES]
-            assert found.max_tokens >= 64
+            # Literal warp decode of BF16 loses to the grouped path between 32 and 64 tokens, every other one later.
+            assert found.max_tokens >= (32 if (path, format) == ("warp", "bf16") else 64)
 
 
 def test_choice_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

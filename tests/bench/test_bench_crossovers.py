@@ -12,7 +12,16 @@ import torch
 
 from warpring import moe_decode, pack_experts
 from warpring.bench import crossovers, read_peak
-from warpring.bench.crossovers import PACKED_GROUPED, crossing, from_records, main, merge, search, tuning_bench
+from warpring.bench.crossovers import (
+    PACKED_GROUPED,
+    Crossing,
+    crossing,
+    from_records,
+    main,
+    merge,
+    search,
+    tuning_bench,
+)
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.records import Record, append, record
 from warpring.bench.shapes import LayerShape, parse_shape
@@ -70,6 +79,17 @@ def test_crossing_stays_between_its_neighbours(lead: float) -> None:
     found = crossing({10: 1 - lead, 11: 1 + 1e-9}, {10: 1.0, 11: 1.0})
     assert found is not None
     assert found.max_tokens == 10
+
+
+def test_a_rival_measured_only_where_it_leads_is_met_below_that() -> None:
+    """Its time there stands for smaller batches: a path much faster there is not given up from one token on."""
+    ours = {1: 20.0, 16: 200.0, 32: 325.0, 64: 574.0, 128: 1131.0}
+    found = crossing(ours, {64: 481.0, 128: 483.0})
+    assert found is not None
+    assert (found.below, found.above) == (32, 64)
+    assert 48 <= found.max_tokens <= 56
+    assert crossing({64: 574.0, 128: 1131.0}, {64: 481.0}) == Crossing(0, 0, 64)
+    assert crossing({32: 500.0, 64: 574.0}, {64: 481.0}) == Crossing(0, 0, 32)
 
 
 # -- records ---------------------------------------------------------------------------------------------------------

@@ -69,11 +69,20 @@ class Crossing:
 
 
 def crossing(ours: Times, theirs: Times) -> Crossing | None:
-    """The first crossing of two measured curves, None where they share no batch."""
+    """The first crossing of two measured curves, None where they share no batch.
+
+    Where the rival leads at the first shared batch, and `ours` has smaller ones, the rival's time there stands for
+    these: no layer takes longer for fewer tokens, so that `ours` loses no later than this says.
+    """
     led = 0
     for batch in sorted(ours.keys() & theirs.keys()):
         if ours[batch] > theirs[batch]:
-            return Crossing(_between(led, batch, ours, theirs) if led else 0, led, batch)
+            if led:
+                return Crossing(_between(led, batch, ours, theirs), led, batch)
+            smaller = [other for other in ours if other < batch]
+            if not smaller:
+                return Crossing(0, 0, batch)
+            return crossing(ours, dict.fromkeys((*smaller, batch), theirs[batch]))
         led = batch
     return Crossing(led, led, None) if led else None
 
