@@ -38,7 +38,7 @@ moe_tile(const uint16_t* gmem_x, int64_t x_stride, const Index* gmem_topk_idx, i
     pdl_wait();
     uint32_t ticket = 0;
     if (produces && lane == 0) ticket = atom_add_relaxed_gpu_u32(&gmem_shared->ticket, 1);
-    const Args args{gmem_x, x_stride, gmem_topk_idx, idx_stride, gmem_topk_weights, weights_stride, gmem_shared_weights,
+    const Args args{gmem_x, x_stride, gmem_topk_weights, weights_stride, gmem_shared_weights,
                     shared_weights_stride, num_tokens, gmem_w13, gmem_w2, gmem_w13_matrix_scale, gmem_w13_row_scale,
                     gmem_w13_block_scale, gmem_w13_bias, gmem_w2_matrix_scale, gmem_w2_row_scale, gmem_w2_block_scale,
                     gmem_w2_bias, alpha, limit, up_offset, gmem_act, gmem_dots, gmem_out, out_stride, gmem_shared};

@@ -147,8 +147,6 @@ static_assert(sizeof(Shared) <= WARPRING_SHARED_BYTES, "kernels/tile.py reserves
 struct Args {
     const uint16_t* gmem_x;
     int64_t x_stride;
-    const Index* gmem_topk_idx;
-    int64_t idx_stride;
     const float* gmem_topk_weights;
     int64_t weights_stride;
     const float* gmem_shared_weights;  // [token], of every shared expert, or null: 1
