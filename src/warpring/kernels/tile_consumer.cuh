@@ -14,13 +14,14 @@ struct Consumer {
     Turn<kShares> shares, other_shares;  // of the finisher of the next own panel, and of the one after that
     int panels = 0;                      // of gate_up so far
     Turn<kStages> down_ring;
-    int items = 0;                       // panels of down so far
+    int items = 0;  // panels of down so far
 
     __device__ __forceinline__ Consumer(Smem& s, const Args& a, int w, int l) : smem(s), args(a), warp(w), lane(l) {}
 
     // Where a lane's activations start; `place_of` gives the place of a column, among those of `stride` bytes.
     template <int kTiles, class PlaceOf>
-    __device__ __forceinline__ Columns<kTiles> columns(int count, int first_byte, int stride, const PlaceOf& place_of) const {
+    __device__ __forceinline__ Columns<kTiles> columns(int count, int first_byte, int stride,
+                                                       const PlaceOf& place_of) const {
         Columns<kTiles> found;
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)
@@ -43,7 +44,8 @@ struct Consumer {
             if (holds_all_rows(args)) return wanted.smem_pairs[column] / kSlots;
             return ColumnRing::place(group.slot + column, kXSlots);
         });
-        uint64_t(&full)[kStages] = smem.barriers.gate_up_full[team], (&empty)[kStages] = smem.barriers.gate_up_empty[team];
+        uint64_t (&full)[kStages] = smem.barriers.gate_up_full[team],
+                 (&empty)[kStages] = smem.barriers.gate_up_empty[team];
         // Own panels of the group: all, or every kTeams-th.
         const int skipped = kTeams == 1 ? 0 : (team - panels % kTeams + kTeams) % kTeams;
         const int own = (group.count - skipped + kTeams - 1) / kTeams, own_units = own * kPasses;
@@ -52,7 +54,8 @@ struct Consumer {
             if constexpr (Format::kBlockScale) {
                 constexpr int kScaleCols = ceil_div(kHidden, 128), kScaleRows = ceil_div(kIntermediate, 128);
                 const int panel = group.first + skipped + unit / kPasses * kTeams;
-                gmem_low = args.gmem_w13_block_scale + (int64_t(wanted.expert) * 2 * kScaleRows + panel * 8 / 128) * kScaleCols;
+                gmem_low = args.gmem_w13_block_scale +
+                           (int64_t(wanted.expert) * 2 * kScaleRows + panel * 8 / 128) * kScaleCols;
                 gmem_high = gmem_low + kScaleRows * kScaleCols;
             }
             return BlockScales<kGateUpRun>(gmem_low, gmem_high, (unit % kPasses * kSplit + share) * kGateUpRun);
@@ -97,7 +100,7 @@ struct Consumer {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
             wait(smem.barriers.shares_empty[finisher][shares.stage], shares.parity ^ 1);
-            float(&part)[16][kColumns] = smem.partial.shares[finisher][shares.stage][share];
+            float (&part)[16][kColumns] = smem.partial.shares[finisher][shares.stage][share];
             *reinterpret_cast<float2*>(&part[g][q * 2]) = {sums.total(t, 0), sums.total(t, 1)};
             *reinterpret_cast<float2*>(&part[g + 8][q * 2]) = {sums.total(t, 2), sums.total(t, 3)};
             arrive_warp(smem.barriers.shares_full[finisher][shares.stage]);
@@ -113,7 +116,8 @@ struct Consumer {
     template <int kTiles>
     __device__ __forceinline__ void down_panel(int stager, int slot, const Wanted& wanted, int panel) {
         const int g = lane / 4, q = lane % 4, row = panel * 16 + g;
-        float low_scale = args.gmem_w2_matrix_scale[wanted.expert], high_scale = low_scale, low_bias = 0.f, high_bias = 0.f;
+        float low_scale = args.gmem_w2_matrix_scale[wanted.expert], high_scale = low_scale, low_bias = 0.f,
+              high_bias = 0.f;
         const int64_t first_row = int64_t(wanted.expert) * kHidden;
         if (args.gmem_w2_row_scale != nullptr) {
             low_scale *= args.gmem_w2_row_scale[first_row + row];
@@ -126,7 +130,8 @@ struct Consumer {
         const float* gmem_scale = nullptr;
         constexpr int kScaleCols = ceil_div(kIntermediate, 128), kScaleRows = ceil_div(kHidden, 128);
         if constexpr (Format::kBlockScale)  // 16 rows lie in one block of 128
-            gmem_scale = args.gmem_w2_block_scale + (int64_t(wanted.expert) * kScaleRows + panel * 16 / 128) * kScaleCols;
+            gmem_scale =
+                args.gmem_w2_block_scale + (int64_t(wanted.expert) * kScaleRows + panel * 16 / 128) * kScaleCols;
         const ActPlace act(args, smem.routing);
         const Columns<kTiles> staged = columns<kTiles>(wanted.count, act.first_byte, kActStride, [&](int column) {
             return stager * act.own_slots + ColumnRing::place(slot + column, act.own_slots);
@@ -160,7 +165,8 @@ struct Consumer {
                 const int column = t * kColumns + q * 2 + c;
                 if (column >= wanted.count) continue;
                 const int pair = wanted.smem_pairs[column];
-                float* dots = kParts == 1 ? smem.partial.dots[pair] : args.gmem_dots + int64_t(pair) * kHidden + panel * 16;
+                float* dots =
+                    kParts == 1 ? smem.partial.dots[pair] : args.gmem_dots + int64_t(pair) * kHidden + panel * 16;
                 dots[g] = fmaf(sums.total(t, c), low_scale, low_bias);
                 dots[g + 8] = fmaf(sums.total(t, 2 + c), high_scale, high_bias);
             }
@@ -209,8 +215,8 @@ struct Consumer {
 #pragma unroll 8
             for (int slot = 0; slot < kSlots; ++slot) {
                 const int pair = token * kSlots + slot;
-                const float dot =
-                    kParts == 1 ? smem.partial.dots[pair][row] : ld_routing(args.gmem_dots + int64_t(pair) * kHidden + panel * 16 + row);
+                const float dot = kParts == 1 ? smem.partial.dots[pair][row]
+                                              : ld_routing(args.gmem_dots + int64_t(pair) * kHidden + panel * 16 + row);
                 const float sum = fmaf(smem.weights[pair], dot, y);
                 y = smem.routing.ids[pair] == kUnused ? y : sum;
             }

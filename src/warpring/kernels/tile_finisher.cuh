@@ -27,7 +27,8 @@ struct Finisher {
     int finisher, lane;
     Turn<kShares> turn;
 
-    __device__ __forceinline__ Finisher(Smem& s, const Args& a, int f, int l) : smem(s), args(a), finisher(f), lane(l) {}
+    __device__ __forceinline__ Finisher(Smem& s, const Args& a, int f, int l)
+        : smem(s), args(a), finisher(f), lane(l) {}
 
     // Lane 8 p + r has neuron r of the panel, columns 2 p and 2 p + 1 of a tile.
     __device__ __forceinline__ void panel(const Wanted& wanted, const Neuron& constants, int neuron) {
@@ -38,7 +39,7 @@ struct Finisher {
             float2 gate = {0.f, 0.f}, up = {0.f, 0.f};
 #pragma unroll
             for (int w = 0; w < kSplit; ++w) {
-                const float(&share)[16][kColumns] = smem.partial.shares[finisher][turn.stage][w];
+                const float (&share)[16][kColumns] = smem.partial.shares[finisher][turn.stage][w];
                 const float2 g = *reinterpret_cast<const float2*>(&share[row][column]);
                 const float2 u = *reinterpret_cast<const float2*>(&share[row + 8][column]);
                 gate.x += g.x, gate.y += g.y;
@@ -50,8 +51,8 @@ struct Finisher {
             activate(wanted, constants, neuron, base + column + 1, gate.y, up.y);
         }
     }
-    __device__ __forceinline__ void activate(const Wanted& wanted, const Neuron& constants, int neuron, int column, float gate,
-                                             float up) {
+    __device__ __forceinline__ void activate(const Wanted& wanted, const Neuron& constants, int neuron, int column,
+                                             float gate, float up) {
         if (column >= wanted.count) return;
         const float g = fmaf(gate, constants.gate_scale, constants.gate_bias);
         const float u = fmaf(up, constants.up_scale, constants.up_bias);
@@ -70,7 +71,8 @@ struct Finisher {
 #pragma unroll 1
         for (; neuron < end; neuron += kFinishers * 8) {
             const Neuron constants = next;
-            next = Neuron(args, wanted.expert, min(neuron + kFinishers * 8, kIntermediate - 1));  // on its way meanwhile
+            next =
+                Neuron(args, wanted.expert, min(neuron + kFinishers * 8, kIntermediate - 1));  // on its way meanwhile
             panel(wanted, constants, neuron);
         }
     }

@@ -1,8 +1,9 @@
-// tile_formats.cuh   One policy a number format: how a lane's part of a record (16 rows x 32 columns, see warpring/layout.py)
-// becomes the A operands of two mma.m16n8k16.
+// tile_formats.cuh   One policy a number format: how a lane's part of a record (16 rows x 32 columns, see
+// warpring/layout.py) becomes the A operands of two mma.m16n8k16.
 //
-// Lane 4 g + q holds rows g and g + 8, columns 8 q .. 8 q + 7. The first mma takes columns 8 q + {0, 1, 2, 3}, the second
-// 8 q + {4, 5, 6, 7}: a permutation of the columns that the activations, read 16 bytes a lane, follow by themselves.
+// Lane 4 g + q holds rows g and g + 8, columns 8 q .. 8 q + 7. The first mma takes columns 8 q + {0, 1, 2, 3}, the
+// second 8 q + {4, 5, 6, 7}: a permutation of the columns that the activations, read 16 bytes a lane, follow by
+// themselves.
 //
 // A policy has
 //   kRecordBytes       bytes of a record
@@ -28,8 +29,9 @@ __device__ __forceinline__ uint32_t scaled(uint32_t pair, uint32_t scales) {
     return kHigh ? mul_bf16x2_by_high(pair, scales) : mul_bf16x2_by_low(pair, scales);
 }
 
-// Four E4M3 codes of one row: BF16 fields sign 15, exponent 10..7, fraction 6..4. The first pair lies in place. Of the second,
-// signs and exponents are in place after a rotation to the right by 4, fractions after a shift to the left by 4.
+// Four E4M3 codes of one row: BF16 fields sign 15, exponent 10..7, fraction 6..4. The first pair lies in place. Of the
+// second, signs and exponents are in place after a rotation to the right by 4, fractions after a shift to the left
+// by 4.
 template <bool kHigh>
 __device__ __forceinline__ void unpack_e4m3(uint32_t word, uint32_t scales, uint32_t& first, uint32_t& second) {
     first = scaled<kHigh>(word & 0x87f087f0u, scales);
@@ -37,8 +39,8 @@ __device__ __forceinline__ void unpack_e4m3(uint32_t word, uint32_t scales, uint
     second = scaled<kHigh>(moved, scales);
 }
 
-// Eight E2M1 codes of one row: BF16 fields sign 15, exponent 8..7, fraction 6 of the pairs at left rotations of 0, 6, 10; of
-// the last pair sign and the lower two bits at 12, the upper exponent bit at 4.
+// Eight E2M1 codes of one row: BF16 fields sign 15, exponent 8..7, fraction 6 of the pairs at left rotations of 0, 6,
+// 10; of the last pair sign and the lower two bits at 12, the upper exponent bit at 4.
 template <bool kHigh>
 __device__ __forceinline__ void unpack_e2m1(uint32_t word, uint32_t scales, uint32_t (&pairs)[4]) {
     constexpr uint32_t kMask = 0x81c081c0u;
@@ -130,8 +132,8 @@ struct TileMxfp4 {
     }
 };
 
-// E4M3 scales of 16 columns: lanes q = 0, 1 have the first group of a record, q = 2, 3 the second. The multiplier is the
-// scale times 2^118: its product with a field times 2^-126 leaves 2^-8, which matrix_scale gives back.
+// E4M3 scales of 16 columns: lanes q = 0, 1 have the first group of a record, q = 2, 3 the second. The multiplier is
+// the scale times 2^118: its product with a field times 2^-126 leaves 2^-8, which matrix_scale gives back.
 struct TileNvfp4 {
     static constexpr int kRecordBytes = 288;
     static constexpr bool kBlockScale = false;

@@ -5,8 +5,8 @@
 using Format = WARPRING_FORMAT;
 constexpr int kColumns = 8;  // pairs of one mma
 
-// The sums of kTiles x 8 columns. The first and the second mma of every record add to sums of their own: half the chain of
-// instructions that wait for each other. Block scales multiply the two together, record by record.
+// The sums of kTiles x 8 columns. The first and the second mma of every record add to sums of their own: half the chain
+// of instructions that wait for each other. Block scales multiply the two together, record by record.
 constexpr int kChains = Format::kBlockScale ? 1 : 2;
 template <int kTiles>
 struct Sums {
@@ -25,16 +25,18 @@ struct Sums {
     }
 };
 
-// Where a lane finds its 8 activations of a record, of column lane / 4 of each tile. A lane beyond the last column reads
-// another's: columns are independent of each other, and nobody looks at the sums of those that stand for no pair.
+// Where a lane finds its 8 activations of a record, of column lane / 4 of each tile. A lane beyond the last column
+// reads another's: columns are independent of each other, and nobody looks at the sums of those that stand for no pair.
 template <int kTiles>
 struct Columns {
     uint32_t smem[kTiles];
-    __device__ __forceinline__ uint4 load(int record, int tile) const { return ld_shared_128(smem[tile] + record * 64); }
+    __device__ __forceinline__ uint4 load(int record, int tile) const {
+        return ld_shared_128(smem[tile] + record * 64);
+    }
 };
 
-// The FP32 scales of 128 x 128 blocks that a run meets, of the panel's two halves. Where runs are aligned to blocks they are
-// requested a run ahead, else record by record.
+// The FP32 scales of 128 x 128 blocks that a run meets, of the panel's two halves. Where runs are aligned to blocks
+// they are requested a run ahead, else record by record.
 template <int kRun>
 struct BlockScales {
     static constexpr bool kUsed = Format::kBlockScale, kAhead = kUsed && kRun % 4 == 0;
@@ -64,7 +66,9 @@ struct BlockScales {
 };
 
 // Records are multiplied in groups, while those of the next group are on their way from shared memory.
-__host__ __device__ constexpr int group_size(int run, int most) { return run % most == 0 ? most : group_size(run, most - 1); }
+__host__ __device__ constexpr int group_size(int run, int most) {
+    return run % most == 0 ? most : group_size(run, most - 1);
+}
 template <int kRun, int kTiles>
 constexpr int kGroupSize = group_size(kRun, kTiles == 1 ? 2 : 1);
 
@@ -74,7 +78,8 @@ struct Loaded {
     uint4 x[kGroup][kTiles];
 
     // Records `first` and on of the run at `smem_run`; `record` is the run's place in the panel, and in the columns.
-    __device__ __forceinline__ void load(uint32_t smem_run, const Columns<kTiles>& columns, int lane, int first, int record) {
+    __device__ __forceinline__ void load(uint32_t smem_run, const Columns<kTiles>& columns, int lane, int first,
+                                         int record) {
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
             raw[i] = Format::load(smem_run, lane, first + i);
@@ -85,7 +90,8 @@ struct Loaded {
 };
 
 template <int kGroup, int kTiles, class Scales>
-__device__ __forceinline__ void add_group(Sums<kTiles>& sums, const Loaded<kGroup, kTiles>& loaded, const Scales& scales, int first) {
+__device__ __forceinline__ void add_group(Sums<kTiles>& sums, const Loaded<kGroup, kTiles>& loaded,
+                                          const Scales& scales, int first) {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
         Operands w;
@@ -95,7 +101,7 @@ __device__ __forceinline__ void add_group(Sums<kTiles>& sums, const Loaded<kGrou
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
             const uint4 x = loaded.x[i][t];
-            float(&sum)[kChains][4] = sums.d[t];
+            float (&sum)[kChains][4] = sums.d[t];
             if constexpr (Format::kBlockScale) {
                 float part[4] = {0.f, 0.f, 0.f, 0.f};
                 mma_bf16(part, w.a[0][0], w.a[0][1], w.a[0][2], w.a[0][3], x.x, x.y);
@@ -112,11 +118,12 @@ __device__ __forceinline__ void add_group(Sums<kTiles>& sums, const Loaded<kGrou
     }
 }
 
-// Adds the products of the run at `smem_run`, whose first group `loaded` holds; `load_next` loads the first of the run behind it.
+// Adds the products of the run at `smem_run`, whose first group `loaded` holds; `load_next` loads the first of the run
+// behind it.
 template <int kRun, int kTiles, class LoadNext>
-__device__ __forceinline__ void add_run(Sums<kTiles>& sums, Loaded<kGroupSize<kRun, kTiles>, kTiles>& loaded, uint32_t smem_run,
-                                        const Columns<kTiles>& columns, int lane, const BlockScales<kRun>& scales,
-                                        const LoadNext& load_next) {
+__device__ __forceinline__ void add_run(Sums<kTiles>& sums, Loaded<kGroupSize<kRun, kTiles>, kTiles>& loaded,
+                                        uint32_t smem_run, const Columns<kTiles>& columns, int lane,
+                                        const BlockScales<kRun>& scales, const LoadNext& load_next) {
     constexpr int kGroup = kGroupSize<kRun, kTiles>, kLast = kRun - kGroup;
 #pragma unroll(kTiles == 1 ? kRun : 2)
     for (int first = 0; first < kLast; first += kGroup) {

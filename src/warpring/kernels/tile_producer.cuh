@@ -1,5 +1,5 @@
-// tile_producer.cuh   Takes tickets and requests weights: the first producer leads and streams gate_up, all of them serve
-// the consumers of down, a lane for each.
+// tile_producer.cuh   Takes tickets and requests weights: the first producer leads and streams gate_up, all of them
+// serve the consumers of down, a lane for each.
 #pragma once
 #include "sync_ptx.cuh"
 #include "tile_smem.cuh"
@@ -38,7 +38,8 @@ struct Producer {
     Turn<kStages> down_ring;
     bool in_down = false;
 
-    __device__ __forceinline__ Producer(Smem& s, const Args& a, int p, int l) : smem(s), args(a), producer(p), lane(l) {}
+    __device__ __forceinline__ Producer(Smem& s, const Args& a, int p, int l)
+        : smem(s), args(a), producer(p), lane(l) {}
 
     // A pass of a panel: a unit for each warp of a team.
     __device__ __forceinline__ void request_pass(int team, Turn<kStages>& turn, const uint8_t* gmem) {
@@ -70,7 +71,8 @@ struct Producer {
             }
         }
     }
-    // A unit of down takes the place of units of gate_up, once these are read. They were all requested before this is called.
+    // A unit of down takes the place of units of gate_up, once these are read. They were all requested before this is
+    // called.
     __device__ __forceinline__ void wait_for_gate_up(int team, int stage) {
         const int used = (panels + kTeams - 1 - team) / kTeams * kPasses, uses = (used + kStages - 1 - stage) / kStages;
         if (uses > 0) wait(smem.barriers.gate_up_empty[team][stage], (uses - 1) & 1);
@@ -137,7 +139,8 @@ struct Producer {
                 }
             } else if (first < kDownPanels * kParts) {
                 post({kDown, 0, first, 0});
-                if (lane == 0) next = atom_add_relaxed_gpu_u32(gmem_ticket, 1);  // no sooner: others may be free by then
+                if (lane == 0)
+                    next = atom_add_relaxed_gpu_u32(gmem_ticket, 1);  // no sooner: others may be free by then
             } else {
                 post({kEnd, 0, 0, 0});
                 // Every CTA takes one ticket that stands for nothing; who takes the last of these cleans up.

@@ -3,11 +3,10 @@
 // Compile-time parameters (macros set by kernels/tile.py, one cubin each):
 //   WARPRING_FORMAT        a policy of tile_formats.cuh
 //   WARPRING_HIDDEN, WARPRING_INTERMEDIATE, WARPRING_TOPK, WARPRING_EXPERTS
-//   WARPRING_SHARED        shared experts, which every token wants: ids WARPRING_EXPERTS and on, slots WARPRING_TOPK and on
-//   WARPRING_INDEX         int32_t or int64_t, the type of topk_idx
-//   WARPRING_PAIRS         (token, slot) pairs that a launch may have
-//   WARPRING_MAX_COLUMNS   pairs of an expert that are multiplied at once
-//   WARPRING_WARPS         warps of a CTA
+//   WARPRING_SHARED        shared experts, which every token wants: ids WARPRING_EXPERTS and on, slots WARPRING_TOPK
+//   and on WARPRING_INDEX         int32_t or int64_t, the type of topk_idx WARPRING_PAIRS         (token, slot) pairs
+//   that a launch may have WARPRING_MAX_COLUMNS   pairs of an expert that are multiplied at once WARPRING_WARPS warps
+//   of a CTA
 // The last three change no bit of the result.
 #pragma once
 #include "ptx.cuh"
@@ -27,9 +26,10 @@ constexpr uint32_t kFull = 0xffffffffu;
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// The batch, sorted by expert in shared memory, by every CTA for itself. No bit depends on the order of an expert's pairs:
-// each pair is a column of its own. An expert that more than kMaxColumns pairs want stands in the list once for every
-// kMaxColumns of them; then the order is that of the pairs, since CTAs share the entries and must agree on what is in each.
+// The batch, sorted by expert in shared memory, by every CTA for itself. No bit depends on the order of an expert's
+// pairs: each pair is a column of its own. An expert that more than kMaxColumns pairs want stands in the list once for
+// every kMaxColumns of them; then the order is that of the pairs, since CTAs share the entries and must agree on what
+// is in each.
 constexpr int kMaxEntries = (kExperts < kMaxPairs ? kExperts : kMaxPairs) + kMaxPairs / kMaxColumns;
 constexpr uint16_t kUnused = 0xffff;
 struct Routing {
@@ -57,9 +57,10 @@ __device__ __forceinline__ uint32_t expert_of(const Index* gmem_topk_idx, int64_
     return uint64_t(id) < uint64_t(kRouted) ? uint32_t(id) : kUnused;
 }
 
-// At most 32 pairs, by one warp without a barrier: experts in the order in which they first appear. True, and no result,
-// where an expert has more than kMaxColumns. Other warps see the result behind a barrier of the CTA.
-__device__ __forceinline__ bool find_few_pairs(Routing& smem, const Index* gmem_topk_idx, int64_t idx_stride, int num_pairs) {
+// At most 32 pairs, by one warp without a barrier: experts in the order in which they first appear. True, and no
+// result, where an expert has more than kMaxColumns. Other warps see the result behind a barrier of the CTA.
+__device__ __forceinline__ bool find_few_pairs(Routing& smem, const Index* gmem_topk_idx, int64_t idx_stride,
+                                               int num_pairs) {
     const int lane = threadIdx.x % kLanes;
     const uint32_t key = lane < num_pairs ? expert_of(gmem_topk_idx, idx_stride, lane) : kUnused;
     const bool used = key != kUnused;
@@ -108,7 +109,8 @@ __device__ __forceinline__ int count_earlier(const Routing& smem, int p, uint16_
 }
 
 // Any number of pairs: a counting sort by the whole CTA.
-__device__ __forceinline__ void find_many_pairs(Routing& smem, const Index* gmem_topk_idx, int64_t idx_stride, int num_pairs) {
+__device__ __forceinline__ void find_many_pairs(Routing& smem, const Index* gmem_topk_idx, int64_t idx_stride,
+                                                int num_pairs) {
     constexpr int kPerThread = ceil_div(kExperts, kThreads);
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 #pragma unroll 1
@@ -174,7 +176,8 @@ __device__ __forceinline__ void find_many_pairs(Routing& smem, const Index* gmem
 }
 
 // All warps of the CTA call it; all see the result.
-__device__ __forceinline__ void find_pairs(Routing& smem, const Index* gmem_topk_idx, int64_t idx_stride, int num_pairs) {
+__device__ __forceinline__ void find_pairs(Routing& smem, const Index* gmem_topk_idx, int64_t idx_stride,
+                                           int num_pairs) {
     bool sorts = num_pairs > kLanes;
     if (!sorts) {
         bool crowds = false;

@@ -32,7 +32,8 @@ constexpr int kGateUpRecords = kHidden / kRecordCols, kDownRecords = kIntermedia
 constexpr int kGateUpRun = WARPRING_GATE_UP_RUN, kDownRun = WARPRING_DOWN_RUN;
 constexpr int kGateUpUnits = kGateUpRecords / kGateUpRun, kDownUnits = kDownRecords / kDownRun;
 constexpr int kPasses = kGateUpUnits / kSplit;  // units of a consumer in a panel of gate_up
-static_assert(kPasses * kSplit * kGateUpRun == kGateUpRecords && kDownUnits * kDownRun == kDownRecords, "panels split evenly");
+static_assert(kPasses * kSplit * kGateUpRun == kGateUpRecords && kDownUnits * kDownRun == kDownRecords,
+              "panels split evenly");
 constexpr int kUnitBytes = kGateUpRun * Format::kRecordBytes, kDownUnitBytes = kDownRun * Format::kRecordBytes;
 static_assert(kDownUnitBytes <= kUnitBytes, "a unit of down takes the place of one of gate_up");
 // The ring: stages of a team, of a unit for each of its warps; in down the same places, so many for each warp alone.
@@ -50,15 +51,15 @@ constexpr int kMaxTiles = kMaxColumns > kColumns ? 2 : 1;
 
 constexpr int kQueue = 8;   // groups of panels on their way through the CTA
 constexpr int kShares = 2;  // tiles that wait for a finisher
-// Panels of down on their way: the same consumer and the same stager come to the same place each time, or they would take the
-// phase of one use of a barrier for that of another.
+// Panels of down on their way: the same consumer and the same stager come to the same place each time, or they would
+// take the phase of one use of a barrier for that of another.
 constexpr int kItems = kConsumers * kStagers;
 constexpr int kOwnItems = kItems / kStagers;
 
 // A group of gate_up: panels of one entry. A unit of down: entry kDown, the number of the unit in `first`.
 struct Group {
     int32_t entry;
-    int32_t slot;   // of its first column
+    int32_t slot;  // of its first column
     int32_t first;
     int32_t count;  // panels
 };
@@ -80,8 +81,8 @@ struct Barriers {
     uint64_t shares_empty[kFinishers][kShares];
 };
 
-// By the warps but the first and the producer's, which have more urgent things to do. A lane's barriers are made one after
-// another, and so are those of the lanes of a warp: a few each.
+// By the warps but the first and the producer's, which have more urgent things to do. A lane's barriers are made one
+// after another, and so are those of the lanes of a warp: a few each.
 __device__ __forceinline__ void init_barriers(Barriers& smem, int warp, int lane) {
     constexpr int kCount = sizeof(Barriers) / 8, kMakers = kWarps - 2;
     if (warp == 0 || warp == kConsumers) return;
@@ -89,8 +90,9 @@ __device__ __forceinline__ void init_barriers(Barriers& smem, int warp, int lane
     uint64_t* barriers = reinterpret_cast<uint64_t*>(&smem);
 #pragma unroll 1
     for (int i = lane * kMakers + maker; i < kCount; i += kLanes * kMakers) {
-        constexpr int kLeft = kFinishers * kShares + kTeams * kStages, kDone = kLeft + kQueue, kActivated = kDone + kQueue,
-                      kX = kActivated + kQueue, kStaged = kX + 1, kItemStaged = kStaged + kQueue, kOthers = kItemStaged + kItems;
+        constexpr int kLeft = kFinishers * kShares + kTeams * kStages, kDone = kLeft + kQueue,
+                      kActivated = kDone + kQueue, kX = kActivated + kQueue, kStaged = kX + 1,
+                      kItemStaged = kStaged + kQueue, kOthers = kItemStaged + kItems;
         const int arrivals = i < kLeft         ? kSplit
                              : i < kDone       ? kConsumers
                              : i < kActivated  ? kWarps - kConsumers
@@ -104,8 +106,8 @@ __device__ __forceinline__ void init_barriers(Barriers& smem, int warp, int lane
     fence_mbarrier_init();
 }
 
-// Shares of gate_up, [..][slot][warp][row][column], and dot products of down, [pair][row]: beside each other where these are
-// few, so that down begins while shares are still being added up.
+// Shares of gate_up, [..][slot][warp][row][column], and dot products of down, [pair][row]: beside each other where
+// these are few, so that down begins while shares are still being added up.
 using Shares = float[kFinishers][kShares][kSplit][16][kColumns];
 using Dots = float[kParts == 1 ? kMaxPairs : 1][16];
 constexpr bool kDotsApart = sizeof(Dots) <= 8 * 1024;
@@ -137,10 +139,10 @@ static_assert(sizeof(Smem) <= WARPRING_SMEM_BYTES, "kernels/tile.py computes the
 
 // What the CTAs of a launch share. All zero before it, and again behind it.
 struct Shared {
-    uint32_t ticket;                     // next piece of work
-    uint32_t finished;                   // CTAs that look at `done` no longer
-    uint32_t panels_done[kMaxEntries];   // of gate_up, by entry
-    uint32_t parts_done[kDownPanels];    // with kParts > 1
+    uint32_t ticket;                    // next piece of work
+    uint32_t finished;                  // CTAs that look at `done` no longer
+    uint32_t panels_done[kMaxEntries];  // of gate_up, by entry
+    uint32_t parts_done[kDownPanels];   // with kParts > 1
 };
 static_assert(sizeof(Shared) <= WARPRING_SHARED_BYTES, "kernels/tile.py reserves the same size");
 

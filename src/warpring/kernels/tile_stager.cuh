@@ -1,5 +1,6 @@
-// tile_stager.cuh   Fetches activations. Few tokens' rows of x are fetched by all threads while the batch is being sorted, since
-// every CTA needs all of them; else the stagers fetch those of each group together. Rows of act they take in turns.
+// tile_stager.cuh   Fetches activations. Few tokens' rows of x are fetched by all threads while the batch is being
+// sorted, since every CTA needs all of them; else the stagers fetch those of each group together. Rows of act they take
+// in turns.
 #pragma once
 #include "sync_ptx.cuh"
 #include "tile_smem.cuh"
@@ -27,8 +28,8 @@ struct ColumnRing {
     __device__ __forceinline__ static int place(int slot, int slots) { return slot < slots ? slot : slot - slots; }
 };
 
-// Few tokens: all rows of x stay, each at the place of its token. Every CTA needs all of them, so all threads fetch them while
-// the batch is being sorted, but for the first warps, which have ids to wait for.
+// Few tokens: all rows of x stay, each at the place of its token. Every CTA needs all of them, so all threads fetch
+// them while the batch is being sorted, but for the first warps, which have ids to wait for.
 __device__ __forceinline__ bool holds_all_rows(const Args& args) { return args.num_tokens <= kXSlots; }
 __device__ __forceinline__ void fetch_all_rows(Smem& smem, const Args& args) {
     constexpr int kPieces = kXBytes / 16, kSorting = 4 * kLanes;
@@ -36,19 +37,21 @@ __device__ __forceinline__ void fetch_all_rows(Smem& smem, const Args& args) {
     for (int i = int(threadIdx.x) - kSorting; i < args.num_tokens * kPieces; i += kThreads - kSorting) {
         if (i < 0) return;
         const int token = i / kPieces, piece = i % kPieces;
-        cp_async_16(smem_address(smem.columns) + token * kXStride + piece * 16, args.gmem_x + token * args.x_stride + piece * 8);
+        cp_async_16(smem_address(smem.columns) + token * kXStride + piece * 16,
+                    args.gmem_x + token * args.x_stride + piece * 8);
     }
 }
 
-// Where rows of act are staged: behind those of x where there is room enough (four entries as large as most, and the largest),
-// so that they come before the last product with x; else in the place of these.
+// Where rows of act are staged: behind those of x where there is room enough (four entries as large as most, and the
+// largest), so that they come before the last product with x; else in the place of these.
 struct ActPlace {
     int first_byte, own_slots;  // of each stager
 
     __device__ __forceinline__ ActPlace(const Args& args, const Routing& routing) {
         const int x_bytes = args.num_tokens * kXStride;
         own_slots = (WARPRING_COLUMN_BYTES - x_bytes) / (kActStride * kStagers);
-        const bool is_enough = own_slots >= routing.largest && own_slots * routing.num_entries >= 4 * args.num_tokens * kSlots;
+        const bool is_enough =
+            own_slots >= routing.largest && own_slots * routing.num_entries >= 4 * args.num_tokens * kSlots;
         first_byte = is_enough && holds_all_rows(args) ? x_bytes : 0;
         if (first_byte == 0) own_slots = kActSlots / kStagers;
     }
