@@ -71,9 +71,7 @@ __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;"
 
 // Lets the next kernel of the stream start once every CTA of this one has come here or exited.
 // It publishes nothing: what this kernel writes is visible only behind the next kernel's pdl_wait().
-__device__ __forceinline__ void pdl_launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+__device__ __forceinline__ void pdl_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Two E4M3 codes, the low or the high 16 bits, to two FP16 values, exact (FP16 holds every E4M3 value; NaN stays NaN).
 __device__ __forceinline__ uint32_t cvt_e4m3x2_f16x2_low(uint32_t codes) {
@@ -124,8 +122,7 @@ __device__ __forceinline__ uint16_t cvt_f32x2_e4m3x2(float high, float low) {
 // d += a * b, one 16 x 8 tile over 16 columns, BF16 in, FP32 sums.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                          uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-        "%2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -140,16 +137,14 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 // The same with one half of `b` for both products; a modifier of the multiplication, not an instruction.
 __device__ __forceinline__ uint32_t mul_bf16x2_by_low(uint32_t a, uint32_t b) {
     uint32_t v;
-    asm("{ .reg .b16 lo, hi; .reg .b32 both; mov.b32 {lo, hi}, %2; mov.b32 both, {lo, lo}; mul.rn.bf16x2 %0, %1, both; "
-        "}"
+    asm("{ .reg .b16 lo, hi; .reg .b32 both; mov.b32 {lo, hi}, %2; mov.b32 both, {lo, lo}; mul.rn.bf16x2 %0, %1, both; }"
         : "=r"(v)
         : "r"(a), "r"(b));
     return v;
 }
 __device__ __forceinline__ uint32_t mul_bf16x2_by_high(uint32_t a, uint32_t b) {
     uint32_t v;
-    asm("{ .reg .b16 lo, hi; .reg .b32 both; mov.b32 {lo, hi}, %2; mov.b32 both, {hi, hi}; mul.rn.bf16x2 %0, %1, both; "
-        "}"
+    asm("{ .reg .b16 lo, hi; .reg .b32 both; mov.b32 {lo, hi}, %2; mov.b32 both, {hi, hi}; mul.rn.bf16x2 %0, %1, both; }"
         : "=r"(v)
         : "r"(a), "r"(b));
     return v;
@@ -172,19 +167,15 @@ __device__ __forceinline__ void mbarrier_init(uint32_t smem_barrier, uint32_t ar
 }
 
 // Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Copies `bytes` (a multiple of 16, both addresses too) into shared memory and counts them on the barrier, which this
-// call tells what to expect and arrives at. Complete when the barrier's phase flips; orders nothing else.
-__device__ __forceinline__ void bulk_load(uint32_t smem_dst, const void* gmem_src, uint32_t bytes,
-                                          uint32_t smem_barrier) {
+// Copies `bytes` (a multiple of 16, both addresses too) into shared memory and counts them on the barrier, which this call
+// tells what to expect and arrives at. Complete when the barrier's phase flips; orders nothing else.
+__device__ __forceinline__ void bulk_load(uint32_t smem_dst, const void* gmem_src, uint32_t bytes, uint32_t smem_barrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_barrier), "r"(bytes) : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_dst),
-        "l"(gmem_src), "r"(bytes), "r"(smem_barrier)
-        : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_dst),
+                 "l"(gmem_src), "r"(bytes), "r"(smem_barrier)
+                 : "memory");
 }
 
 // Whether the phase of that parity has completed; the hardware may suspend the thread for a while before it says no.
@@ -203,14 +194,13 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t smem_barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_barrier) : "memory");
 }
 
-// Copies 16 bytes into shared memory for this lane, past L1. Ordered by nothing but cp_async_arrive() and the wait on
-// its barrier.
+// Copies 16 bytes into shared memory for this lane, past L1. Ordered by nothing but cp_async_arrive() and the wait on its
+// barrier.
 __device__ __forceinline__ void cp_async_16(uint32_t smem_dst, const void* gmem_src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_dst), "l"(gmem_src) : "memory");
 }
 
-// One arrival, counted among those the barrier was initialised with, once all earlier cp_async_16() of this lane are
-// complete.
+// One arrival, counted among those the barrier was initialised with, once all earlier cp_async_16() of this lane are complete.
 __device__ __forceinline__ void cp_async_arrive(uint32_t smem_barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_barrier) : "memory");
 }

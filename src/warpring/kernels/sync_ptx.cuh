@@ -1,18 +1,17 @@
-// sync_ptx.cuh   Flags between CTAs and GPUs: what each instruction orders, and what it does not. Waits are in
-// sync.cuh.
+// sync_ptx.cuh   Flags between CTAs and GPUs: what each instruction orders, and what it does not. Waits are in sync.cuh.
 //
-// Three things hold for all of them. Scope: `gpu` reaches the threads of this GPU, `sys` those of every GPU and the
-// host; a flag that a peer writes or reads needs sys on both sides. Cumulativity: after a barrier of the CTA, one
-// thread's release also publishes what the other threads wrote before the barrier, and after one thread's acquire a
-// barrier hands what it saw to the others. Proxies: only generic loads and stores are ordered; data that a bulk copy
-// (TMA) will read need fence_proxy_async_global() before it as well.
+// Three things hold for all of them. Scope: `gpu` reaches the threads of this GPU, `sys` those of every GPU and the host; a
+// flag that a peer writes or reads needs sys on both sides. Cumulativity: after a barrier of the CTA, one thread's release
+// also publishes what the other threads wrote before the barrier, and after one thread's acquire a barrier hands what it
+// saw to the others. Proxies: only generic loads and stores are ordered; data that a bulk copy (TMA) will read need
+// fence_proxy_async_global() before it as well.
 #pragma once
 #include "ptx.cuh"
 
 // ---- loads ---------------------------------------------------------------------------------------------------------
 
-// Acquire: what the releasing thread wrote before its flag is visible to loads behind this one. Pairs with
-// st_release_*, red_*_release_* and atom_*_acq_rel_*.
+// Acquire: what the releasing thread wrote before its flag is visible to loads behind this one. Pairs with st_release_*,
+// red_*_release_* and atom_*_acq_rel_*.
 __device__ __forceinline__ uint32_t ld_acquire_sys_u32(const uint32_t* gmem_flag) {
     uint32_t v;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(gmem_flag) : "memory");
@@ -34,16 +33,15 @@ __device__ __forceinline__ uint64_t ld_acquire_gpu_u64(const uint64_t* gmem_flag
     return v;
 }
 
-// Relaxed: the value alone, never from L1 and never torn. Orders nothing: no other location may be read on its
-// strength.
+// Relaxed: the value alone, never from L1 and never torn. Orders nothing: no other location may be read on its strength.
 __device__ __forceinline__ uint32_t ld_relaxed_gpu_u32(const uint32_t* gmem) {
     uint32_t v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(gmem) : "memory");
     return v;
 }
 
-// 16 bytes as one access (address a multiple of 16): a packet that carries its own tag is whole when the tag is right,
-// and needs no order with anything else.
+// 16 bytes as one access (address a multiple of 16): a packet that carries its own tag is whole when the tag is right, and
+// needs no order with anything else.
 __device__ __forceinline__ ulonglong2 ld_relaxed_sys_b128(const void* gmem) {
     ulonglong2 v;
     asm volatile("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
@@ -75,8 +73,8 @@ __device__ __forceinline__ void st_relaxed_gpu_b128(void* gmem, ulonglong2 v) {
                  : "memory");
 }
 
-// Release: every write of this thread before it (and of its CTA, if a barrier lies between) is visible to whoever
-// acquires the value. Later writes may still move ahead of it.
+// Release: every write of this thread before it (and of its CTA, if a barrier lies between) is visible to whoever acquires
+// the value. Later writes may still move ahead of it.
 __device__ __forceinline__ void st_release_gpu_u32(uint32_t* gmem_flag, uint32_t v) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(gmem_flag), "r"(v) : "memory");
 }
@@ -84,8 +82,8 @@ __device__ __forceinline__ void st_release_sys_u32(uint32_t* gmem_flag, uint32_t
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(gmem_flag), "r"(v) : "memory");
 }
 
-// Additions with release and without a result. Several writers' additions form one release sequence: who acquires the
-// sum sees what all of them published. Over NVLink these are remote atomics, performed where the memory is.
+// Additions with release and without a result. Several writers' additions form one release sequence: who acquires the sum
+// sees what all of them published. Over NVLink these are remote atomics, performed where the memory is.
 __device__ __forceinline__ void red_add_release_gpu_u32(uint32_t* gmem_flag, uint32_t v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(gmem_flag), "r"(v) : "memory");
 }
@@ -125,9 +123,9 @@ __device__ __forceinline__ uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uin
 
 // ---- fences and clocks ---------------------------------------------------------------------------------------------
 
-// Orders generic accesses to global memory before bulk copies (async proxy) out of it that start later. One on the way
-// from the write to the copy is enough: for data behind a flag, the reader's, between its acquire and its copy. Without
-// the state space in its name it would also wait for all of this thread's stores.
+// Orders generic accesses to global memory before bulk copies (async proxy) out of it that start later. One on the way from
+// the write to the copy is enough: for data behind a flag, the reader's, between its acquire and its copy. Without the state
+// space in its name it would also wait for all of this thread's stores.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Nanoseconds of the GPU's clock; its steps can be as coarse as a microsecond. Good for bounds, not for timing a wait.
