@@ -81,7 +81,7 @@ def install(
             be saved, trained, copied or switched to another implementation.
         progress: called with (layers packed, layers in all) after each layer.
         layout: "rows" keeps weights as formats store them: the fastest for one to a few sequences. "tile" packs them
-            for the tile path (`pack_experts`), layer by layer, which leads from some 8 sequences on; a copy beside the
+            for the tile path (`pack_experts`), layer by layer, which leads from 2 to 8 sequences on; a copy beside the
             model's own weights unless `free`. Either serves every batch.
 
     Returns:
