@@ -21,7 +21,7 @@ import torch
 from warpring.bench.data_files import main_of
 from warpring.bench.layer import LayerBench
 from warpring.bench.peer import Peer
-from warpring.bench.records import OWN_IMPL, Record, newest
+from warpring.bench.records import OWN_IMPL, PACKED_GROUPED, Record, newest
 from warpring.bench.shapes import LayerShape, parse_shape
 from warpring.bench.tables import read_results
 from warpring.bench.timing import Call
@@ -29,8 +29,6 @@ from warpring.decode import moe_decode
 from warpring.layout import PackedExperts
 from warpring.policy import DATA_DIR, Crossover, file_of, read, write
 
-#: The grouped path on packed weights, as records call it: it expands them, which costs other than row-major ones do.
-PACKED_GROUPED = "warpring_grouped_packed"
 #: path -> what takes over from it, the first that was measured; the classical path stands in where nothing else was.
 RIVALS = {"warp": ("grouped", "classical"), "tile": (PACKED_GROUPED, "grouped", "classical"), "cores": ("grouped",)}
 #: Batches of a coarse search, then a bracket is halved (on a logarithmic scale) so many times.

@@ -31,6 +31,8 @@ PATHS = ("reference", "classical", "cores", "warp", "tile", "grouped", "auto")
 ROUTINGS = ("uniform", "zipf", "recorded")
 #: What was measured when it was not one of our paths; a peer's name is free text in `impl`.
 OWN_IMPL = "warpring"
+#: The grouped path on packed weights, as records call it: it expands them, which costs other than row-major ones do.
+PACKED_GROUPED = "warpring_grouped_packed"
 
 _MODEL = re.compile(r"[a-z0-9][a-z0-9._-]*")
 

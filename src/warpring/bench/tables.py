@@ -19,6 +19,7 @@ from warpring.bench.bar import bar
 from warpring.bench.compared import end_to_end, ncu, peers
 from warpring.bench.cores_tables import CORES_TABLES
 from warpring.bench.ep_tables import EP_TABLES
+from warpring.bench.grouped_table import grouped_table
 from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import FORMATS, Record, load, newest
 from warpring.bench.shared import shared_table
@@ -214,6 +215,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "end-to-end": end_to_end,
     "ncu": ncu,
     "shared": shared_table,
+    "grouped": grouped_table,
     **CORES_TABLES,
     **EP_TABLES,
 }
