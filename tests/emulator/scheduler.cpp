@@ -243,6 +243,8 @@ void run_fiber(Fiber* fiber) {
 void wake_polling() {
     std::vector<Fiber*> polling;
     polling.swap(machine->polling);
+    // More turns than they take to look again: of high priority, and many, they would keep the others waiting for ever.
+    machine->may_wake = machine->turns + 8 * polling.size();
     for (Fiber* fiber : polling) make_ready(fiber);
 }
 
@@ -269,7 +271,7 @@ void schedule() {
     for (;;) {
         if (start_ctas()) machine->idle_rounds = 0;
         if (!machine->copies.empty() && machine->by_chance(8)) complete_one();
-        if (!machine->polling.empty() && machine->by_chance(16)) wake_polling();
+        if (!machine->polling.empty() && machine->turns >= machine->may_wake && machine->by_chance(16)) wake_polling();
         if (!machine->ready.empty()) {
             Fiber* fiber = machine->ready.top().second;
             machine->ready.pop();

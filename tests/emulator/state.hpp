@@ -178,6 +178,7 @@ struct Machine {
     uint64_t queued = 0;       // times a fiber became ready
     uint64_t clock_ns = 0;     // moves when all that happens is polling
     uint64_t idle_rounds = 0;  // of polling, since something else happened
+    uint64_t may_wake = 0;     // turn before which polling threads are not woken while others are ready
     Context main, scheduler;
     Guarded scheduler_stack;
     std::string report;

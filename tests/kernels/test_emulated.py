@@ -325,18 +325,76 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) -> None:
-    """The real kernel with one barrier or wait taken out: some order of threads shows it."""
-    removed, instead = MUTATIONS[mutation]
+#: Mutations of more than one place, or that only special shapes and grids show: places; tokens and shape; how it runs.
+SPECIAL_MUTATIONS: dict[str, tuple[dict[str, str], tuple[int, int, int, int, int], Config, int]] = {
+    "places of the queue given back by stagers that have not waited for the consumers": (
+        {
+            "arrive_warp(smem.barriers.done[groups_back % kQueue]);": "",
+            "++num_groups;\n": "++num_groups;\n            arrive_warp(smem.barriers.done[queue.stage]);\n",
+        },
+        (13, 160, 96, 6, 3),
+        Config(1, 16, 2, 300, 1),
+        1,
+    ),
+    "dot products written over shares that are not added": (
+        {
+            "if (!kDotsApart) wait_warp(smem.barriers.activated[groups_back % kQueue], groups_back / kQueue & 1);": "",
+        },
+        (40, 160, 32, 6, 3),
+        Config(1, 2, 4, 300, 1),
+        2,
+    ),
+    "a CTA without work that ends before its rows of x have come": (
+        {"if (items == 0 && holds_all_rows(args)) wait_warp(smem.barriers.x_staged, 0);": ""},
+        (4, 512, 32, 1, 1),
+        Config(1, 4, 4, 300, 1),
+        40,
+    ),
+}
+
+
+def write_mutated(directory: Path, places: dict[str, str]) -> None:
+    """The kernel's sources with each of `places`, which is there once, replaced."""
     found = 0
     for path in (KERNEL_DIR / "tile.cu", *KERNEL_DIR.glob("*.cuh")):
         source = path.read_text()
         if path.name.startswith("tile"):
-            found += source.count(removed)
-            source = source.replace(removed, instead)
-        (tmp_path / path.name).write_text(source)
-    assert found == 1
+            for removed, instead in places.items():
+                found += source.count(removed)
+                source = source.replace(removed, instead)
+        (directory / path.name).write_text(source)
+    assert found == len(places)
+
+
+@pytest.mark.parametrize("mutation", SPECIAL_MUTATIONS)
+def test_what_only_special_shapes_and_grids_show_does_not_pass(mutation: str, tmp_path: Path) -> None:
+    places, shape, config, num_sms = SPECIAL_MUTATIONS[mutation]
+    write_mutated(tmp_path, places)
+    inputs = make_inputs(*shape, format="mxfp4", seed=18)
+    expected = run_tile(inputs, config, num_sms=num_sms)
+    for seed in range(1, 16):
+        try:
+            y = run_tile(inputs, config, seed=seed, num_sms=num_sms, directory=tmp_path)
+        except AssertionError:  # an EmulationError, or zeros that are none
+            return
+        if not torch.equal(y, expected):
+            return
+    pytest.fail(f"no order of threads shows it: {mutation}")
+
+
+def test_threads_that_poll_let_others_go_on() -> None:
+    """Stagers that run first whenever they can, and look at flags, do not hold up those who raise these."""
+    inputs = make_inputs(13, 512, *SHAPE[1:], format="mxfp4", seed=18)
+    config = Config(2, 16, 2, 128, 2)
+    whole = run_tile(inputs, config)
+    for seed in (5, 9, 11):
+        assert torch.equal(run_tile(inputs, config, seed=seed), whole)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) -> None:
+    """The real kernel with one barrier or wait taken out: some order of threads shows it."""
+    write_mutated(tmp_path, dict([MUTATIONS[mutation]]))
     inputs = make_inputs(13, 512, *SHAPE[1:], format="mxfp4", seed=18)  # two records a unit, several lanes of x
     packed, kept = guard(pack_experts(inputs.experts)), guard(inputs)
 
