@@ -109,18 +109,21 @@ struct Stager {
     // Waits for the activations of `entry`; gives how many entries from it on have theirs.
     __device__ __forceinline__ int wait_for_act(int entry) {
         const uint32_t* gmem_done = args.gmem_shared->panels_done + entry;
-        const bool exists = entry + lane < smem.routing.num_entries;
-        uint64_t start = 0;
-        for (uint32_t tries = 0;; ++tries) {
-            const bool there = exists && ld_acquire_gpu_u32(gmem_done + lane) == kGateUpPanels;
-            const uint32_t missing = ~__ballot_sync(kFull, there);
-            if (missing == 0) return kLanes;
-            if ((missing & 1) == 0) return __ffs(int(missing)) - 1;
-            if (tries % 1024 != 0) continue;
-            const uint64_t now = globaltimer_ns();
-            if (tries == 0) start = now;
-            if (now - start > kPatienceNs) __trap();
+        if (lane == 0) {
+            uint64_t start = 0;
+            for (uint32_t tries = 0; ld_acquire_gpu_u32(gmem_done) != kGateUpPanels; ++tries) {
+                if (tries % 1024 != 0) continue;
+                const uint64_t now = globaltimer_ns();
+                if (tries == 0) start = now;
+                if (now - start > kPatienceNs) __trap();
+            }
         }
+        __syncwarp();
+        const bool exists = entry + lane < smem.routing.num_entries;
+        const bool there = exists && ld_acquire_gpu_u32(gmem_done + lane) == kGateUpPanels;
+        const uint32_t missing = ~__ballot_sync(kFull, there);
+        __syncwarp();
+        return missing == 0 ? kLanes : __ffs(int(missing)) - 1;
     }
     // Every kStagers-th panel, in a part of the columns that is this stager's own.
     __device__ __forceinline__ void down(int unit, int& items) {
