@@ -308,6 +308,10 @@ MUTATIONS = {
         "wait(smem.barriers.shares_empty[finisher][shares.stage], shares.parity ^ 1);",
         "",
     ),
+    "dot products added before they are there": (
+        "named_barrier_sync(kConsumerBarrier, kConsumerThreads);\n        bool sums_up",
+        "bool sums_up",
+    ),
     "dot products added before it is known whose part is the last": (
         "named_barrier_sync(kConsumerBarrier, kConsumerThreads);\n            sums_up",
         "sums_up",
@@ -402,7 +406,7 @@ def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) ->
                 tile.moe_tile(kept.x, packed, kept.topk_idx, kept.topk_weights, out, config)
         return torch.stack(outs)
 
-    configs = {Config(2, 16, 2, 128, 2): 3, Config(1, 2, 1, 128, 1): 1}
+    configs = {Config(2, 16, 2, 128, 2): 3, Config(2, 2, 1, 300, 1): 1}
     expected = layers(next(iter(configs)))
     for seed in range(8):
         for config, num_sms in configs.items():
