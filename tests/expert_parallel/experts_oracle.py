@@ -16,6 +16,8 @@ Array = np.ndarray
 _LIBM = ctypes.CDLL("libm.so.6")
 _LIBM.expf.restype, _LIBM.expf.argtypes = ctypes.c_float, [ctypes.c_float]
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+#: How much smaller an operand is than the E2M1 code whose bits it has.
+_SHORT = {"fp8": 2.0**6, "bf16": 2.0**14}
 #: For each form: columns of one product, the least exponent of an operand, bits kept of terms and of sums.
 _PRODUCT = {"fp8": (32, -6, 13, 13), "bf16": (16, -14, 25, 23)}
 
@@ -53,7 +55,7 @@ def expert_block(
 
 
 def _matrix(experts: Experts, name: str, index: tuple[int, ...], form: str, cols: int) -> tuple[Array, Array]:
-    """Operands [rows, cols] and the factor [rows, chunks of 128 columns] of their sums."""
+    """Operands [rows, cols], and the factor [rows, chunks of 128 or blocks of 32 columns] of their sums."""
     stored = getattr(experts, name)
     for i in index:
         stored = stored[i]
@@ -61,20 +63,12 @@ def _matrix(experts: Experts, name: str, index: tuple[int, ...], form: str, cols
     chunks = math.ceil(cols / 128)
     if stored.format == "mxfp4":
         codes = torch.stack((stored.data & 15, stored.data >> 4), -1).flatten(-2).numpy()
-        padded = np.zeros((rows, chunks * 4, 32), np.uint8)
-        padded.reshape(rows, -1)[:, :width] = codes
-        scale = np.full((rows, chunks * 4), -1000)
-        scale[:, : width // 32] = stored.scale.numpy()
-        largest = np.where((padded & 7).any(-1) & (scale != 255), scale, -1).reshape(rows, chunks, 4).max(-1)
-        largest = np.where(largest < 0, 127, largest)
-        top = 6 if form == "fp8" else 0
-        below = np.repeat(largest, 4, axis=1) - scale
-        shift = np.where((below < 0) | (below > 13), 0.0, np.ldexp(1.0, top - np.clip(below, 0, 13)))
-        shift = np.where(scale == 255, np.nan, shift)
-        values = _E2M1[padded] * shift[..., None]
-        return values.reshape(rows, -1)[:, :cols].astype(np.float32), np.ldexp(1.0, largest - 127 - top).astype(
-            np.float32
-        )
+        values = np.zeros((rows, cols), np.float32)
+        values[:, :width] = _E2M1[codes] / _SHORT[form]
+        factor = np.zeros((rows, cols // 32), np.float32)
+        exponent = stored.scale.numpy().astype(int)
+        factor[:, : width // 32] = np.where(exponent == 0, 0, np.ldexp(1.0, exponent - 127)).astype(np.float32)
+        return values, factor
     values = np.zeros((rows, cols), np.float32)
     values[:, :width] = stored.data.float().numpy()
     scale = stored.scale.numpy()
@@ -84,17 +78,25 @@ def _matrix(experts: Experts, name: str, index: tuple[int, ...], form: str, cols
 
 
 def _gemm(problem: Problem, values: Array, factor: Array, x: Array, x_scale: Array, group: int) -> Array:
-    """[n, rows]: products of one group of columns on the tensor cores, then times both scales, then added in FP32."""
-    depth = _PRODUCT[problem.activation][0]
+    """[n, rows]: products on the tensor cores, over `group` columns or 32; times both scales, added in FP32."""
+    depth, blocks = _PRODUCT[problem.activation][0], values.shape[1] // 32
+    fine = factor.shape[1] == blocks
     total = np.zeros((values.shape[0], x.shape[0]), np.float32)
     for g in range(values.shape[1] // group):
-        part = np.zeros_like(total)
-        for first in range(g * group, (g + 1) * group, depth):
-            columns = slice(first, first + depth)
-            part = _product(values[:, columns], x[:, columns], part, problem.activation)
-        scale = factor[:, g * group // 128, None] * x_scale[None, :, g]
-        total = _fma(part, scale, total)
-    return np.ascontiguousarray(total.T)
+        within, token = np.zeros_like(total), x_scale[None, :, g]
+        columns = 32 if fine else group
+        for begin in range(g * group, (g + 1) * group, columns):
+            part = np.zeros_like(total)
+            for first in range(begin, begin + columns, depth):
+                some = slice(first, first + depth)
+                part = _product(values[:, some], x[:, some], part, problem.activation)
+            if fine:
+                within = _fma(part, np.broadcast_to(factor[:, begin // 32, None], part.shape), within)
+            else:
+                total = _fma(part, factor[:, begin // 128, None] * token, total)
+        if fine:
+            total = _fma(within, np.broadcast_to(token, within.shape), total)
+    return np.ascontiguousarray(total.T) * np.float32(_SHORT[problem.activation] if fine else 1)
 
 
 def _exponent(v: Array, least: int) -> Array:

@@ -254,11 +254,11 @@ def test_sums_of_blocks_are_multiplied_and_added_with_one_rounding() -> None:
     codes = torch.randn(9, 512, generator=generator).to(torch.float8_e4m3fn)
     scale = torch.rand(9, 4, generator=generator)
     got = _gemm(codes, scale, weight, 128, "tensor_core")
-    values, factors = e4m3_operands(weight, 512)
+    operands = e4m3_operands(weight, 512)
     once, twice = torch.zeros(9, 40), torch.zeros(9, 40)
     for part, columns in enumerate(torch.arange(512).split(128)):
-        products = e4m3_sums(codes.view(torch.uint8)[:, columns].view(codes.dtype), values[:, columns])
-        factor = factors[:, part] * scale[:, part, None]
+        products = e4m3_sums(codes.view(torch.uint8)[:, columns].view(codes.dtype), operands.values[:, columns])
+        factor = operands.factors[:, part] * scale[:, part, None]
         for row in range(9):
             for column in range(40):
                 exact = Fraction(products[row, column].item()) * Fraction(factor[row, column].item())

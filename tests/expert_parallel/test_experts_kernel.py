@@ -158,11 +158,14 @@ class Role2:
 
 def make_experts(problem: Problem, num_experts: int, format: str, g: torch.Generator) -> Experts:
     hidden, intermediate = problem.hidden, problem.intermediate
-    # Rows and blocks of very different size, so that every scale and window matters.
+    # Rows and blocks of very different size, so that every scale matters.
+    spread = 14 if format == "mxfp4" else 4
     w13 = torch.randn(num_experts, 2 * intermediate, hidden, generator=g) / hidden**0.5
     w2 = torch.randn(num_experts, hidden, intermediate, generator=g) / intermediate**0.5
     for w in (w13, w2):
-        w *= torch.exp2(torch.randint(-4, 5, (*w.shape[:2], w.shape[2] // 32), generator=g)).repeat_interleave(32, -1)
+        w *= torch.exp2(
+            torch.randint(-spread, spread + 1, (*w.shape[:2], w.shape[2] // 32), generator=g)
+        ).repeat_interleave(32, -1)
     biases = {}
     if problem.has_bias:
         biases = {
@@ -352,6 +355,30 @@ def test_a_nan_stays_with_its_pair(activation: ActivationForm) -> None:
         result = role2.partials(owner)[row, slot].float()
         assert bool(result.isfinite().all()) == (token not in (1, 3))
         assert token not in (1, 3) or not bool(result.isfinite().any())
+
+
+@EMULATED
+@pytest.mark.parametrize("activation", ["fp8", "bf16"])
+def test_mxfp4_blocks_of_nan_make_their_rows_nan_and_those_of_the_least_scale_are_zeros(
+    activation: ActivationForm,
+) -> None:
+    problem, g = small_problem(
+        55, hidden=128, intermediate=64, format="mxfp4", activation=activation, block_m=8, has_bias=False
+    )
+    experts = make_experts(problem, 3, "mxfp4", g)
+    assert experts.w2.scale is not None
+    experts.w2.scale[1, 5, 1] = 255
+    experts.w2.scale[1, 9] = 0
+    role2 = Role2(problem, experts, 2)
+    x = torch.randn(4, 128, generator=g).bfloat16()
+    x[2] = 0  # nothing but zeros meets the block of NaN
+    pairs = [(t % 2, t, 0) for t in range(4)]
+    role2.run([Block(1, publish(problem, x), torch.ones(4), pairs)], seed=7)
+    for token, (owner, row, slot) in enumerate(pairs):
+        result = role2.partials(owner)[row, slot].float()
+        assert result.isnan().nonzero().flatten().tolist() == [5]
+        assert result[9] == 0
+        assert token == 2 or (result != 0).sum() > 120
 
 
 @EMULATED

@@ -85,39 +85,57 @@ def test_codes_lie_where_the_lanes_of_a_warp_take_them(activation: ActivationFor
 
 
 @pytest.mark.parametrize("activation", FORMS)
-@pytest.mark.parametrize("below", [13, 14])
-def test_mxfp4_blocks_are_exact_down_to_13_binades_below_their_window(activation: ActivationForm, below: int) -> None:
-    experts = random_experts("mxfp4", 256, 64, below)
-    w13 = experts.w13
-    assert w13.scale is not None
-    w13.scale[:] = 120
-    w13.scale[0, 0, 3, 1] = 120 - below
-    w13.scale[1, 1, 5] = 2  # all of a window, and of the next, far down: nothing is flushed
-    images, flushed = pack_matrix(w13, activation)
-    back = get_format("mxfp4").dequantize(unpack_matrix(images, "mxfp4", w13.shape, activation))
-    want = get_format("mxfp4").dequantize(w13)
-    far = want[0, 0, 3, 32:64].clone()
-    if below == 13:
-        assert flushed == 0
-    else:
-        assert flushed == int((far != 0).sum()) > 0
-        want[0, 0, 3, 32:64] = 0
-    assert torch.equal(back, want)
+def test_mxfp4_codes_are_operands_where_the_kernels_masks_have_them(activation: ActivationForm) -> None:
+    """The decoding of ep_weights.cuh, lane by lane, against E2M1's bits at their place in E4M3 and FP16."""
+    stored = random_experts("mxfp4", 256, 64, 4).w2[0]  # [256, 64]
+    codes = torch.stack((stored.data & 15, stored.data >> 4), -1).flatten(-2).tolist()
+    images = pack_matrix(random_experts("mxfp4", 256, 64, 4).w2, activation)[0][0].contiguous()
+    for task, warp, step, lane in ((0, 0, 0, 0), (0, 3, 1, 13), (1, 7, 1, 31), (1, 2, 0, 6)):
+        words = images[task, 0].view(torch.int32)[warp * 256 + lane * 4 + step * 2 :][:2].tolist()
+        low, high = (word & 0xFFFFFFFF for word in words)
+        row, q = task * 128 + warp * 16 + lane // 4, lane % 4
+        if activation == "fp8":
+            a = [low, high, low << 1 ^ high >> 2, low << 2 ^ high << 3]
+            for r, register in enumerate(a):
+                for byte in range(4):
+                    code = codes[row + r % 2 * 8][step * 32 + r // 2 * 16 + 4 * q + byte]
+                    assert register >> 8 * byte & 0x9C == (code & 8) << 4 | (code & 7) << 2
+        else:
+            for half, word in enumerate((low, high)):
+                for group, register in enumerate((word, word << 8, word << 5 ^ word << 7, word >> 3 ^ word << 15)):
+                    for n in range(2):
+                        code = codes[row + half * 8][step * 32 + group * 8 + 2 * q + n]
+                        assert register >> 16 * n & 0x8E00 == (code & 8) << 12 | (code & 7) << 9
 
 
 @pytest.mark.parametrize("activation", FORMS)
-def test_mxfp4_takes_every_scale_code(activation: ActivationForm) -> None:
-    """Blocks of zeros may have any scale and flush nothing; 255 is NaN; the least windows are subnormal."""
+def test_mxfp4_blocks_of_a_row_may_be_of_any_size(activation: ActivationForm) -> None:
+    experts = random_experts("mxfp4", 256, 64, 5)
+    w13 = experts.w13
+    assert w13.scale is not None
+    w13.scale[:] = torch.randint(1, 255, w13.scale.shape, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+    images, flushed = pack_matrix(w13, activation)
+    assert flushed == 0
+    back = unpack_matrix(images, "mxfp4", w13.shape, activation)
+    assert torch.equal(back.data, w13.data)
+    assert back.scale is not None
+    assert torch.equal(back.scale, w13.scale)
+
+
+@pytest.mark.parametrize("activation", FORMS)
+def test_mxfp4_loses_blocks_of_the_least_scale_alone_and_keeps_nan(activation: ActivationForm) -> None:
     experts = random_experts("mxfp4", 1024, 64, 3)
     w2 = experts.w2  # [2, 1024, 64]
     assert w2.scale is not None
     w2.scale[0] = torch.arange(1024)[:, None] // 4  # both blocks of a row alike: 0 to 255
-    w2.scale[1] = torch.randint(0, 255, (1024, 2), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-    w2.data[1, :, :16] = 0
+    w2.scale[1] = 0
+    w2.data[1] = 0x80  # zeros of both signs: nothing is lost
+    want = get_format("mxfp4").dequantize(w2)
     images, flushed = pack_matrix(w2, activation)
-    assert flushed == 0
+    assert flushed == int((want[0, :4] != 0).sum()) > 0
+    want[:, :4] = 0
     back = get_format("mxfp4").dequantize(unpack_matrix(images, "mxfp4", w2.shape, activation))
-    torch.testing.assert_close(back, get_format("mxfp4").dequantize(w2), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(back, want, rtol=0, atol=0, equal_nan=True)
     assert bool(back[0, 1020:].isnan().all())
     assert not bool(back[0, :1020].isnan().any())
 

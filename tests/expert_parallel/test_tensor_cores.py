@@ -11,6 +11,7 @@ from warpring.expert_parallel.arithmetic import run_layer
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.tensor_cores import e4m3_operands, e4m3_sums
 from warpring.formats import get_format
+from warpring.formats.e2m1 import unpack
 from warpring.formats.fp8 import to_e4m3
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -57,26 +58,26 @@ def test_nan_stays() -> None:
 def test_operands_are_e4m3_and_give_the_weights_back(format: str, rows: int, width: int, cols: int) -> None:
     fmt = get_format(format)
     weight = fmt.quantize(torch.randn(rows, width, generator=GENERATOR))
-    values, factors = e4m3_operands(weight, cols)
+    operands = e4m3_operands(weight, cols)
+    values, columns = operands.values, 32 if format == "mxfp4" else 128
     assert torch.equal(values.to(torch.float8_e4m3fn).float(), values)
-    assert factors.shape == (rows, -(-cols // 128))
-    back = values * factors.repeat_interleave(128, 1)[:, :cols]
+    assert operands.columns == columns
+    assert operands.factors.shape == (rows, -(-cols // columns))
+    back = values * operands.factors.repeat_interleave(columns, 1)[:, :cols] * operands.sum_factor
     assert torch.equal(back[:, :width], fmt.dequantize(weight))
     assert not values[:, width:].any()
 
 
-def test_mxfp4_far_below_its_window_becomes_zero_and_nan_stays() -> None:
-    dense = torch.ones(3, 128)
-    dense[0, 32:64] = 2.0**-13
-    dense[1, 32:64] = 2.0**-14
-    dense[2, 40] = torch.nan
-    values, factors = e4m3_operands(get_format("mxfp4").quantize(dense), 128)
-    back = values * factors
-    assert torch.equal(back[0], dense[0])
-    assert not back[1, 32:64].any()
-    assert torch.equal(back[1, :32], dense[1, :32])
-    assert back[2, 32:64].isnan().all()
-    assert torch.equal(back[2, 64:], dense[2, 64:])
+def test_mxfp4_takes_every_scale_but_the_least_and_nan_stays() -> None:
+    weight = get_format("mxfp4").quantize(torch.ones(256, 32))
+    assert weight.scale is not None
+    weight.scale[:, 0] = torch.arange(256)
+    operands = e4m3_operands(weight, 32)
+    back = operands.values.double() * operands.factors * operands.sum_factor
+    want = torch.ldexp(unpack(weight.data, 32, torch.float64), torch.arange(256)[:, None] - 127)
+    assert torch.equal(back[1:255], want[1:255])
+    assert not back[0].any()
+    assert back[255].isnan().all()
 
 
 def test_formats_without_a_policy_are_refused() -> None:

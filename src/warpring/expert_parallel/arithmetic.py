@@ -2,7 +2,7 @@
 
 Every rounding of docs/expert_parallel.md is here: of published tokens, of the activations between the two GEMMs, of
 partial results and of the output. Sums inside a chunk are FP32's, or with `sums="tensor_core"` those of the FP8 tensor
-cores (tensor_cores.py), MXFP4 weights flushed to zero far below their window included: what a kernel must equal.
+cores (tensor_cores.py): what a kernel must equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from warpring.expert_parallel.problem import HIDDEN_BLOCK, NEURONS, ActivationForm, Problem
-from warpring.expert_parallel.tensor_cores import e4m3_operands, e4m3_sums
+from warpring.expert_parallel.tensor_cores import Operands, e4m3_operands, e4m3_sums
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div, get_format
 from warpring.formats.blocks import divide
@@ -188,25 +188,48 @@ def _gemm(codes: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, blo
     The products of `block` columns are summed unscaled, then multiplied by weight scale x token scale and added up. One
     scale a token (of all columns) is applied at the end instead; being a power of two, it changes no rounding.
     """
-    on_tensor_cores = sums == "tensor_core" and codes.element_size() == 1
-    if on_tensor_cores:
-        values, weight_scale = e4m3_operands(weight, codes.shape[1])
-        weight_scale = weight_scale.repeat_interleave(HIDDEN_BLOCK // block, 1)
-    else:
-        values, weight_scale = _split_weight(weight, block, codes.shape[1])
+    if sums == "tensor_core" and codes.element_size() == 1:
+        return _tensor_core_gemm(codes, scale, e4m3_operands(weight, codes.shape[1]), block)
+    values, weight_scale = _split_weight(weight, block, codes.shape[1])
     rows, num_blocks = weight.shape[0], codes.shape[1] // block
     per_block = scale.shape[1] == num_blocks
     total = torch.zeros(codes.shape[0], rows, device=codes.device)
     for index in range(num_blocks):
         part = slice(index * block, (index + 1) * block)
-        x, w = codes[:, part], values[:, part]
-        products = e4m3_sums(x, w) if on_tensor_cores else x.float() @ w.mT
         factor = weight_scale[:, index]
         if per_block:
             factor = factor * scale[:, index, None]
-        # The kernels multiply and add with one rounding; a product of two FP32 numbers is exact in FP64.
-        total = (total + products.double() * factor).float() if on_tensor_cores else total + products * factor
+        total = total + (codes[:, part].float() @ values[:, part].mT) * factor
     return total if per_block else total * scale
+
+
+def _tensor_core_gemm(codes: torch.Tensor, scale: torch.Tensor, weight: Operands, block: int) -> torch.Tensor:
+    """`_gemm` with the sums of FP8 tensor cores, one token scale a `block` of columns.
+
+    Where the weight's scales reach less far than the token's, they are applied to the sums of their own columns, and
+    the token's to the sum of these.
+    """
+    columns = min(block, weight.columns)
+    total = torch.zeros(codes.shape[0], weight.values.shape[0], device=codes.device)
+    for index in range(codes.shape[1] // block):
+        token_scale = scale[:, index, None]
+        within = torch.zeros_like(total)
+        for first in range(index * block, (index + 1) * block, columns):
+            part = slice(first, first + columns)
+            products = e4m3_sums(codes[:, part], weight.values[:, part])
+            factor = weight.factors[:, first // weight.columns]
+            if weight.columns < block:
+                within = _fma(products, factor, within)
+            else:
+                total = _fma(products, factor * token_scale, total)
+        if weight.columns < block:
+            total = _fma(within, token_scale, total)
+    return total * weight.sum_factor
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c with one rounding, as the kernels do it: a product of two FP32 numbers is exact in FP64."""
+    return (c + a.double() * b).float()
 
 
 def _split_weight(weight: QuantizedTensor, block: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:

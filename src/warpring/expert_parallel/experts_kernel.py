@@ -16,7 +16,7 @@ STAGE_CHUNKS = 2
 _CONSUMER_WARPS = 8
 _QUEUED_TASKS = 8
 _TASK_BYTES = 32
-_LUT_BYTES = 128
+_BARRIER_PADDING = 112  # at most, before the stages
 
 
 def ctas_per_sm(problem: Problem) -> int:
@@ -44,7 +44,7 @@ def num_stages(problem: Problem, ctas: int = 1) -> int:
     partial_bytes = 2 if problem.activation == "fp8" else 4
     turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
     queue = _QUEUED_TASKS * (_TASK_BYTES + 16 + 8 * block + 32)
-    fixed = turn + block * _CONSUMER_WARPS * 4 + _LUT_BYTES + queue + 32
+    fixed = turn + block * _CONSUMER_WARPS * 4 + _BARRIER_PADDING + queue + 32
     return (smem_bytes(ctas) - fixed) // (stage + 16)
 
 

@@ -11,11 +11,14 @@ An image holds the codes, [warp][step of 32 columns][lane], then the scales (`ep
 
     fp8_block    16 bytes a lane and step; FP32 scale of gate and up (of the block, twice, for w2), 120 bytes of padding
     fp8_channel  the same codes; an FP32 scale a row, [warp][g][g, g + 8]
-    mxfp4        8 bytes a lane and step, a word a row; a word a row of scales, likewise
+    mxfp4        8 bytes a lane and step; a word a row of scales, likewise
 
-An MXFP4 row's window is its 128 columns of a chunk: one power of two, and for each block of 32 columns an entry 0 to 13
-of a table of exact shifts. A block more than 13 binades below the largest of its window that holds a weight other than
-zero is flushed to zero (entry 14); `flushed` counts the weights that this changed. A NaN scale is entry 15.
+MXFP4 codes become operands by masks: E2M1's sign and its other three bits are those of an E4M3 or FP16 number 2^6 or
+2^14 times smaller, at bits 7 and 4 to 2, or 15 and 11 to 9. Of a lane's 16 codes of a step a part lie in its two words
+at these places. The others share the bits between: two shifted words have their exclusive or at these places
+(`e2m1_words.py`). The scales of a row's four blocks are exponents of FP32, a byte each, turned right by one
+bit so that the last lies where FP32 has it. Two scales are no such exponent: NaN becomes infinity, on codes that are
+all zero; and 2^-127 becomes zero: `flushed` counts the weights other than zero that this loses.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch.nn.functional import pad
 
 from warpring.activation import Activation
 from warpring.errors import ArgumentError, UnsupportedError
+from warpring.expert_parallel.e2m1_words import WORD, codes_of, signed, unsigned, words_of
 from warpring.expert_parallel.problem import NEURONS, ActivationForm
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div
@@ -43,11 +47,7 @@ SCALE_BYTES = {"fp8_block": 128, "fp8_channel": 512, "mxfp4": 512}
 
 _WARPS = 8
 _MX_BLOCK = 32
-_E8M0_BIAS, _E8M0_NAN = 127, 255
-#: Entries of the table: exact shifts, then zeros, then NaN. The top one stands for 2^6 in E4M3, for 1 in FP16.
-_TOP_ENTRY, _ZERO_ENTRY, _NAN_ENTRY = 13, 14, 15
-_TOP_SHIFT = {"fp8": 6, "bf16": 0}
-_BF16_FRACTION_BITS, _BF16_BIAS, _BF16_LEAST_EXPONENT = 7, 127, -133
+_E8M0_NAN = 255
 
 
 def image_bytes(format: str) -> int:
@@ -95,8 +95,8 @@ def unpack_matrix(
 ) -> QuantizedTensor:
     """The inverse of `pack_matrix`: the weights that the kernel computes with, in their format's own layout.
 
-    FP8 formats come back bit for bit. So does MXFP4, but for blocks of entry 14, which come back as zeros of scale
-    2^-127.
+    FP8 formats come back bit for bit. So does MXFP4, but for codes of blocks of scale 2^-127 or NaN, which come back as
+    zeros.
 
     Args:
         images: uint8 [E, tasks, chunks, bytes].
@@ -210,54 +210,25 @@ def _unpack_e4m3(
 
 def _pack_mxfp4(halves: QuantizedTensor, activation: ActivationForm) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Bytes of codes and of scales, [task, chunk, bytes], and how many weights were flushed."""
+    scale = _scale_of(halves)
     codes = torch.stack((halves.data & 15, halves.data >> 4), -1).flatten(-2)
-    entries, exponent, flushed = _windows(codes, _scale_of(halves))
+    flushed = int(((codes & 7 != 0) & _of_columns(scale == 0)).sum())
+    codes = torch.where(_of_columns(scale == _E8M0_NAN), 0, codes)
     split = _split_codes(codes, activation).unflatten(5, (2, 2))
     # [task, chunk, warp, two steps, g, q, step of them, 2, the lane's 8 codes]
     lanes = split.permute(0, 4, 1, 5, 3, 8, 6, 2, 7, 9).flatten(-2)
-    shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)
-    words = (entries << shifts).sum(-1, dtype=torch.int32) | _bf16_bits(exponent - _TOP_SHIFT[activation]) << 16
-    return _bytes(_words_of(lanes).flatten(2)), _pack_row_words(words), flushed
+    exponents = pad(scale, (0, -scale.shape[-1] % 4)).unflatten(-1, (-1, 4))
+    whole = unsigned(exponents.contiguous().view(torch.int32).squeeze(-1))
+    return (
+        _bytes(words_of(lanes, activation).flatten(2)),
+        _pack_row_words(signed(whole >> 1 | (whole & 1) << 31)),
+        flushed,
+    )
 
 
-def _windows(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Entries int32 [halves, rows, chunks, 4], exponents of the windows [halves, rows, chunks], weights flushed."""
-    missing = -codes.shape[2] % CHUNK_COLUMNS
-    used = (pad(codes, (0, missing)).unflatten(-1, (-1, 4, _MX_BLOCK)) & 7 != 0).sum(-1)
-    exponent = pad(scale, (0, missing // _MX_BLOCK)).unflatten(-1, (-1, 4)).int()
-    nan = exponent == _E8M0_NAN
-    largest = torch.where((used > 0) & ~nan, exponent, -1).amax(-1)
-    largest = torch.where(largest < 0, _E8M0_BIAS, largest)
-    entries = _TOP_ENTRY - largest[..., None] + exponent
-    entries = torch.where((entries < 0) | (entries > _TOP_ENTRY), _ZERO_ENTRY, entries)
-    entries = torch.where(nan, _NAN_ENTRY, entries)
-    flushed = int(used[entries == _ZERO_ENTRY].sum())
-    return entries, largest - _E8M0_BIAS, flushed
-
-
-def _bf16_bits(exponent: torch.Tensor) -> torch.Tensor:
-    """Bits of 2^exponent in BF16, int32; subnormals down to 2^-133."""
-    subnormal = 1 << (exponent - _BF16_LEAST_EXPONENT).clamp(0, _BF16_FRACTION_BITS - 1)
-    return torch.where(exponent <= -_BF16_BIAS, subnormal, (exponent + _BF16_BIAS) << _BF16_FRACTION_BITS)
-
-
-def _words_of(codes: torch.Tensor) -> torch.Tensor:
-    """8 codes [.., 8] -> int32 [..]: magnitude i in nibble i; signs where the decoder's masks want them."""
-    wide = codes.int()
-    words = torch.zeros(wide.shape[:-1], dtype=torch.int32, device=codes.device)
-    for i in range(8):
-        sign_bit = 8 * i + 7 if i < 4 else 8 * (i - 4) + 3
-        words |= (wide[..., i] & 7) << 4 * i | (wide[..., i] >> 3) << sign_bit
-    return words
-
-
-def _codes_of(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_words_of`, uint8 [.., 8]."""
-    codes: list[torch.Tensor] = []
-    for i in range(8):
-        sign_bit = 8 * i + 7 if i < 4 else 8 * (i - 4) + 3
-        codes.append(words >> 4 * i & 7 | (words >> sign_bit & 1) << 3)
-    return torch.stack(codes, -1).to(torch.uint8)
+def _of_columns(of_blocks: torch.Tensor) -> torch.Tensor:
+    """What is known of blocks of 32 columns, for each column."""
+    return of_blocks.repeat_interleave(_MX_BLOCK, -1)
 
 
 def _unpack_mxfp4(
@@ -265,19 +236,13 @@ def _unpack_mxfp4(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     groups, neighbours = _groups(activation)
     words = codes.contiguous().view(torch.int32).unflatten(-1, (_WARPS, 2, 8, 4, 2, 2))
-    lanes = _codes_of(words).unflatten(-1, (groups, neighbours))
+    lanes = codes_of(words, activation).unflatten(-1, (groups, neighbours))
     values = _join_codes(lanes.permute(0, 2, 7, 4, 1, 3, 6, 8, 5, 9).flatten(5, 6), shape)
-    rows = _unpack_row_words(scales, torch.int32, shape)
-    bits = rows >> 16 & 0xFFFF
-    subnormal = (bits.float().log2()).int() + _BF16_LEAST_EXPONENT
-    field_ = bits >> _BF16_FRACTION_BITS
-    exponent = torch.where(field_ == 0, subnormal, field_ - _BF16_BIAS) + _TOP_SHIFT[activation]
-    entries = rows[..., None] >> torch.arange(0, 16, 4, device=rows.device, dtype=torch.int32) & 15
-    scale = exponent[..., None] + _E8M0_BIAS - _TOP_ENTRY + entries
-    scale = torch.where(entries == _ZERO_ENTRY, 0, torch.where(entries == _NAN_ENTRY, _E8M0_NAN, scale))
-    zero = (entries == _ZERO_ENTRY).flatten(-2).repeat_interleave(_MX_BLOCK, -1)[..., : shape[2]]
-    values = torch.where(zero, 0, values)
-    return values[..., 0::2] | values[..., 1::2] << 4, scale.flatten(-2)[..., : shape[2] // _MX_BLOCK].to(torch.uint8)
+    rows = unsigned(_unpack_row_words(scales, torch.int32, shape))
+    whole = signed((rows << 1 | rows >> 31) & WORD)
+    scale = whole.unsqueeze(-1).contiguous().view(torch.uint8).flatten(-2)[..., : shape[2] // _MX_BLOCK]
+    values = torch.where(_of_columns(scale == 0), 0, values)
+    return values[..., 0::2] | values[..., 1::2] << 4, scale.contiguous()
 
 
 def _scale_of(stored: QuantizedTensor) -> torch.Tensor:
@@ -316,7 +281,7 @@ class PackedForRole2:
         w13: uint8 [E, intermediate_padded / 64, hidden_padded / 128, image_bytes(format)].
         w2: uint8 [E, hidden_padded / 128, ceil(intermediate_padded / 128), image_bytes(format)].
         format: of the weights.
-        flushed: weights that became zero (MXFP4 blocks far below their window; see the module).
+        flushed: weights that became zero (MXFP4 blocks of the least scale; see the module).
         w13_bias: FP32 [E, 2, intermediate] or None.
         w2_bias: FP32 [E, hidden] or None.
     """

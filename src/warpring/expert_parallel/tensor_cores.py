@@ -2,10 +2,12 @@
 
 With FP32 sums instead, a few in a thousand of the activations between the GEMMs round to the next E4M3 code, which is
 more than separates a right kernel from a wrong one. On a GPU the tensor cores themselves are asked, through torch;
-elsewhere the rule is computed. MXFP4 weights become E4M3 by the windows of packing.py.
+elsewhere the rule is computed. MXFP4 codes are E4M3 numbers 2^6 times smaller (e2m1_words.py).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
@@ -16,34 +18,49 @@ from warpring.formats.e2m1 import unpack
 
 #: Columns of one instruction, the least exponent of an operand, bits kept behind the largest term and of a sum.
 _DEPTH, _LEAST_EXPONENT, _BITS = 32, -6, 13
-_WINDOW, _MX_BLOCK = 128, 32
+_FP8_COLUMNS, _MX_COLUMNS = 128, 32
 _E8M0_NAN, _E8M0_BIAS = 255, 127
-#: MXFP4: the largest block of a window is scaled up by 2^6, the most that E4M3 holds; blocks down to 2^-13 of it stay.
-_TOP_SHIFT, _MOST_SHIFT = 6, 13
+_E2M1_SCALE = 2.0**-6  # from E2M1 to the E4M3 number with the same bits
 _ZERO = -900  # the exponent of nothing
 
 
-def e4m3_operands(weight: QuantizedTensor, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [rows, width] as the E4M3 codes that tensor cores get, and what multiplies the sums of 128 columns.
+@dataclass(frozen=True)
+class Operands:
+    """A weight as the tensor cores get it: value = code * factor of its columns * sum_factor.
 
-    Returns:
-        FP32 values [rows, cols] that E4M3 holds, zeros beyond width; FP32 factors [rows, ceil(cols / 128)].
+    Attributes:
+        values: FP32 [rows, cols] that E4M3 holds.
+        factors: FP32 [rows, ceil(cols / columns)], which multiply the sums of `columns` columns.
+        columns: 128 or 32.
+        sum_factor: what multiplies the sum of all columns.
+    """
+
+    values: torch.Tensor
+    factors: torch.Tensor
+    columns: int
+    sum_factor: float
+
+
+def e4m3_operands(weight: QuantizedTensor, cols: int) -> Operands:
+    """A weight [rows, width] as the E4M3 codes that tensor cores get, zeros beyond width, and what multiplies sums.
 
     Raises:
         UnsupportedError: the kernels have no policy for the weights' format.
     """
     rows, width = weight.shape
-    chunks = ceil_div(cols, _WINDOW)
     scale = weight.scale
     if scale is None or weight.format not in ("fp8_block", "fp8_channel", "mxfp4"):
         raise UnsupportedError(f"e4m3_operands: no expert-parallel kernel takes {weight.format} weights.")
     if weight.format == "mxfp4":
-        values, factors = _windows(unpack(weight.data, width, torch.float32), scale, chunks)
-        return values[:, :cols], factors
+        values = pad(unpack(weight.data, width, torch.float32) * _E2M1_SCALE, (0, cols - width))
+        exponent = pad(scale.int(), (0, ceil_div(cols, _MX_COLUMNS) - scale.shape[1]))
+        factors = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - _E8M0_BIAS)
+        factors = torch.where(exponent == 0, 0.0, torch.where(exponent == _E8M0_NAN, torch.nan, factors))
+        return Operands(values, factors, _MX_COLUMNS, 1 / _E2M1_SCALE)
     values = pad(weight.data.float(), (0, cols - width))
     if weight.format == "fp8_block":
-        return values, scale.repeat_interleave(_WINDOW, 0)[:rows]
-    return values, scale.expand(rows, chunks)
+        return Operands(values, scale.repeat_interleave(_FP8_COLUMNS, 0)[:rows], _FP8_COLUMNS, 1.0)
+    return Operands(values, scale.expand(rows, ceil_div(cols, _FP8_COLUMNS)), _FP8_COLUMNS, 1.0)
 
 
 def e4m3_sums(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -83,19 +100,3 @@ def _add(x: torch.Tensor, w: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 
 def _exponent(values: torch.Tensor, least: int) -> torch.Tensor:
     return (torch.frexp(values).exponent - 1).clamp(min=least)
-
-
-def _windows(values: torch.Tensor, scale: torch.Tensor, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """E2M1 values [rows, width], UE8M0 scales [rows, blocks]: shifted values [rows, chunks * 128], powers of two."""
-    rows = values.shape[0]
-    blocks = pad(values, (0, chunks * _WINDOW - values.shape[1])).view(rows, -1, _MX_BLOCK)
-    scales = pad(scale.int(), (0, blocks.shape[1] - scale.shape[1]), value=-1000)
-    counts = (blocks != 0).any(-1) & (scales != _E8M0_NAN)
-    largest = torch.where(counts, scales, -1).view(rows, chunks, -1).amax(-1)
-    largest = torch.where(largest < 0, _E8M0_BIAS, largest)
-    below = largest.repeat_interleave(_WINDOW // _MX_BLOCK, 1) - scales
-    shift = torch.ldexp(torch.ones_like(below, dtype=torch.float32), _TOP_SHIFT - below.clamp(0, _MOST_SHIFT))
-    shift = torch.where((below < 0) | (below > _MOST_SHIFT), 0.0, shift)
-    shift = torch.where(scales == _E8M0_NAN, torch.nan, shift)
-    factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - _E8M0_BIAS - _TOP_SHIFT)
-    return (blocks * shift[..., None]).view(rows, -1), factors

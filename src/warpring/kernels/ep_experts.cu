@@ -311,7 +311,6 @@ __device__ __forceinline__ void set_up(Smem& smem) {
         }
         fence_mbarrier_init();
     }
-    for (int i = threadIdx.x; i < kLutBytes; i += kThreads) smem_start()[i] = lut_byte(i / 8, i % 8);
     __syncthreads();
 }
 

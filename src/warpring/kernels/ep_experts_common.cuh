@@ -37,6 +37,7 @@ constexpr int64_t kRingActSlotBytes = int64_t(kBlockM) * kIntermediatePadded * k
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
 constexpr int kStages = WARPRING_STAGES;
 constexpr int kTasks = 8;  // of the queue
@@ -65,12 +66,12 @@ struct QueuedTask {
     RingInfo info;
 };
 
-// Byte offsets in a CTA's shared memory: the LUT (at 0: an entry's address is its offset), the stages, the queue, the
-// barriers of both (full, then empty, of the queue also done and begun), the rest.
-constexpr uint32_t kStagesAt = kLutBytes;
+// Byte offsets in a CTA's shared memory: the stages' barriers (full, then empty), the stages, the queue and its barriers
+// (full, empty, done, begun), the rest. With stages from 0 on the compiler takes two instructions a chunk more.
+constexpr uint32_t kStageBarriersAt = 0;
+constexpr uint32_t kStagesAt = round_up(kStages * 16, 128);
 constexpr uint32_t kTasksAt = kStagesAt + kStages * kStageBytes;
-constexpr uint32_t kStageBarriersAt = kTasksAt + kTasks * sizeof(QueuedTask);
-constexpr uint32_t kTaskBarriersAt = kStageBarriersAt + kStages * 16;
+constexpr uint32_t kTaskBarriersAt = kTasksAt + kTasks * sizeof(QueuedTask);
 constexpr uint32_t kRestAt = kTaskBarriersAt + kTasks * 32;
 struct alignas(16) Smem {
     uint8_t turn[kTurnBytes];

@@ -2,10 +2,12 @@
 //
 // A chunk is 128 rows x 128 columns of one expert's matrix, packed by expert_parallel/packing.py: 8 warps own 16 rows
 // each, lane l = 4 g + q of a warp rows g and g + 8. Codes come first, scales behind them. A policy has
-//   kCodeBytes, kScaleBytes   of a chunk, a multiple of 128 together: a copy that begins within a line of the cache is slow
-//   kUnusedBytes              of the scales, at their end: padding that need not be copied
-//   scales(smem, warp, lane)  what multiplies the sums of rows g and g + 8 over this chunk, and whatever decode() needs
-//   Codes<steps>              codes of `steps` times 32 columns: load() from the chunk, decode() to A registers
+//   kCodeBytes, kScaleBytes   of a chunk, a multiple of 128 together: a copy that begins within a line of the cache is
+//   slow kUnusedBytes              of the scales, at their end: padding that need not be copied kScaleColumns columns
+//   of a row that share a scale: their products are summed on the tensor cores kSumFactor                what sums of
+//   products of the A registers' values are short of, when scales have been applied Scales                    of a
+//   chunk: load(); of(step) multiplies the sums of rows g and g + 8 over that 32 columns Codes<steps> codes of `steps`
+//   times 32 columns: load() from the chunk, decode() to A registers
 // WARPRING_ACTIVATION_FP8 chooses the operands: E4M3 (4 registers for 32 columns) or FP16 (8, for two products of 16).
 #pragma once
 #include "ep_common.cuh"
@@ -29,28 +31,10 @@ static_assert(sizeof(EpWeights) == 80, "packing.py fills the same");
 
 constexpr int kStepRegisters = kFp8 ? 4 : 8;  // A registers for 32 columns
 
-// Entry i: the 8 magnitudes of E2M1 times 2^shift(i), as bytes of the operand's type. 14: zeros, 15: NaN.
-constexpr int kLutEntries = 16, kLutBytes = 8 * kLutEntries;
-constexpr int kLutZero = 14, kLutNan = 15;
-constexpr int kLutExponent = kFp8 ? 7 : 13;  // entry i stands for 2^(i - kLutExponent)
-
-// Scales of one chunk for this lane's two rows.
+// Scales of this lane's two rows.
 struct RowScales {
-    float low, high;                   // rows g and g + 8
-    uint32_t low_shifts, high_shifts;  // LUT entries of the four blocks of 32 columns, 4 bits each
+    float low, high;  // rows g and g + 8
 };
-
-__device__ __forceinline__ float e2m1_magnitude(int code) {
-    return code < 2 ? 0.5f * code : __uint_as_float((126u + (code >> 1)) << 23 | (code & 1) << 22);
-}
-
-// One byte of the LUT: E4M3, or the high byte of FP16, whose low byte is 0 for these values.
-__device__ __forceinline__ uint8_t lut_byte(int entry, int code) {
-    if (entry == kLutZero) return 0;
-    if (entry == kLutNan) return kFp8 ? 0x7f : 0x7e;
-    const float value = e2m1_magnitude(code) * __uint_as_float((127u + entry - kLutExponent) << 23);
-    return kFp8 ? uint8_t(cvt_f32x2_e4m3x2(0.f, value)) : uint8_t(cvt_f32_f16x2(0.f, value) >> 8);
-}
 
 // 16 codes of E4M3 of this lane for one step of 32 columns.
 __device__ __forceinline__ void e4m3_operands(uint4 codes, uint32_t (&a)[kStepRegisters]) {
@@ -68,16 +52,17 @@ __device__ __forceinline__ void e4m3_operands(uint4 codes, uint32_t (&a)[kStepRe
 
 // What the formats with E4M3 codes share: a step is 16 bytes a lane.
 struct EpE4m3Codes {
-    static constexpr int kCodeBytes = 128 * 128;
-    // They are loaded where they are decoded: the operands are as large as the codes, and in use by the products before.
+    static constexpr int kCodeBytes = 128 * 128, kScaleColumns = 128;
+    static constexpr float kSumFactor = 1.f;
+    // They are loaded where they are decoded: the operands are as large as the codes, and in use by the products
+    // before.
     template <int steps>
     struct Codes {
         uint32_t smem_codes;
         __device__ __forceinline__ void load(uint32_t smem, int first_step, int warp, int lane) {
             smem_codes = smem + warp * 2048 + first_step * 512 + lane * 16;
         }
-        __device__ __forceinline__ void decode(const uint8_t*, const RowScales&, int,
-                                               uint32_t (&a)[steps][kStepRegisters]) const {
+        __device__ __forceinline__ void decode(uint32_t (&a)[steps][kStepRegisters]) const {
 #pragma unroll
             for (int s = 0; s < steps; ++s) e4m3_operands(ld_shared_128(smem_codes + s * 512), a[s]);
         }
@@ -87,73 +72,93 @@ struct EpE4m3Codes {
 // E4M3 with one FP32 scale a 128 x 128 block: a task lies within one block of rows, but gate and up are two matrices.
 struct EpFp8Block : EpE4m3Codes {
     static constexpr int kScaleBytes = 128, kUnusedBytes = 96;
-    static __device__ __forceinline__ RowScales scales(uint32_t smem, int, int) {
-        const uint2 pair = ld_shared_64(smem + kCodeBytes);
-        return {__uint_as_float(pair.x), __uint_as_float(pair.y), 0, 0};
-    }
+    struct Scales : RowScales {
+        __device__ __forceinline__ void load(uint32_t smem, int, int) {
+            const uint2 pair = ld_shared_64(smem + kCodeBytes);
+            low = __uint_as_float(pair.x), high = __uint_as_float(pair.y);
+        }
+        __device__ __forceinline__ RowScales of(int) const { return *this; }
+    };
 };
 
 // E4M3 with one FP32 scale a row.
 struct EpFp8Channel : EpE4m3Codes {
     static constexpr int kScaleBytes = 512, kUnusedBytes = 0;
-    static __device__ __forceinline__ RowScales scales(uint32_t smem, int warp, int lane) {
-        const uint2 pair = ld_shared_64(smem + kCodeBytes + warp * 64 + lane / 4 * 8);
-        return {__uint_as_float(pair.x), __uint_as_float(pair.y), 0, 0};
-    }
+    struct Scales : RowScales {
+        __device__ __forceinline__ void load(uint32_t smem, int warp, int lane) {
+            const uint2 pair = ld_shared_64(smem + kCodeBytes + warp * 64 + lane / 4 * 8);
+            low = __uint_as_float(pair.x), high = __uint_as_float(pair.y);
+        }
+        __device__ __forceinline__ RowScales of(int) const { return *this; }
+    };
 };
 
-// E2M1 with a power of two a row and window of 128 columns, and a LUT entry a block of 32 of them. A word a row: the
-// entries in the low half, the power of two as BF16 in the high one.
+// E2M1 with a power of two for every 32 columns of a row. A code is an E4M3 or FP16 number as it stands, sign and the
+// three bits behind it at their places, times 2^-6 or 2^-14: E2M1's subnormal and its binades are the other type's
+// first ones.
 struct EpMxfp4 {
-    static constexpr int kCodeBytes = 128 * 128 / 2, kScaleBytes = 512, kUnusedBytes = 0;
+    static constexpr int kCodeBytes = 128 * 128 / 2, kScaleBytes = 512, kUnusedBytes = 0, kScaleColumns = 32;
+    static constexpr float kSumFactor = kFp8 ? 64.f : 16384.f;
 
-    static __device__ __forceinline__ RowScales scales(uint32_t smem, int warp, int lane) {
-        const uint2 pair = ld_shared_64(smem + kCodeBytes + warp * 64 + lane / 4 * 8);
-        return {__uint_as_float(pair.x & 0xffff0000u), __uint_as_float(pair.y & 0xffff0000u), pair.x, pair.y};
-    }
+    // A word a row: the exponent fields of four FP32 numbers, that of the last 32 columns where FP32 has it, those of
+    // the others 8, 16 and 24 bits further right, round the word's end. 0 and 255 are 0 and infinity.
+    struct Scales {
+        uint32_t low, high;
+        __device__ __forceinline__ void load(uint32_t smem, int warp, int lane) {
+            const uint2 pair = ld_shared_64(smem + kCodeBytes + warp * 64 + lane / 4 * 8);
+            low = pair.x, high = pair.y;
+        }
+        static __device__ __forceinline__ float of(uint32_t word, int step) {
+            const uint32_t moved = step == 0 ? __byte_perm(word, 0, 0x0321) : word << (24 - 8 * step);
+            return __uint_as_float(moved & 0x7f800000u);
+        }
+        __device__ __forceinline__ RowScales of(int step) const { return {of(low, step), of(high, step)}; }
+    };
 
-    // 8 codes of a row: the magnitudes of the first four in nibbles 0 - 3, of the others in nibbles 4 - 7, all as
-    // selectors of bytes of the LUT; the signs in the nibbles' high bits, of the first four where the bytes want them,
-    // of the others four bits lower.
-    static __device__ __forceinline__ void bytes(uint32_t word, uint2 lut, uint32_t& first, uint32_t& second) {
-        const uint32_t magnitudes = word & 0x77777777u;
-        first = pick_bytes(lut.x, lut.y, magnitudes) | (word & 0x80808080u);
-        second = pick_bytes(lut.x, lut.y, multiplier_shift(magnitudes, 16)) | ((word << 4) & 0x80808080u);
+    // Two words are the 16 codes of 32 columns, of rows g and g + 8 together (E4M3), or 8 codes of one row each (FP16).
+    // Some codes lie where the mask wants them. Bits of the others lie between, in such a way that two shifted words
+    // have their exclusive or there: e2m1_words.py solves for them. Logic is what decoding waits for, so shifts to the
+    // right are multiplications, as those to the left become by themselves.
+    static __device__ __forceinline__ void e4m3(uint32_t low, uint32_t high, uint32_t (&a)[kStepRegisters]) {
+        constexpr uint32_t kMask = 0x9c9c9c9cu;
+        a[0] = low & kMask;
+        a[1] = high & kMask;
+        a[2] = (low << 1 ^ multiplier_shift(high, 2)) & kMask;
+        a[3] = (low << 2 ^ high << 3) & kMask;
     }
-    static __device__ __forceinline__ uint2 lut_entry(const uint8_t* smem_lut, uint32_t shifts, int step) {
-        const uint32_t offset = step == 0 ? shifts << 3 : multiplier_shift(shifts, 4 * step - 3);
-        return *reinterpret_cast<const uint2*>(smem_lut + (offset & 0x78u));
+    static __device__ __forceinline__ void f16(uint32_t word, int row, uint32_t (&a)[kStepRegisters]) {
+        constexpr uint32_t kMask = 0x8e008e00u;
+        a[row] = word & kMask;
+        a[2 + row] = word << 8 & kMask;
+        a[4 + row] = (word << 5 ^ word << 7) & kMask;
+        a[6 + row] = (multiplier_shift(word, 3) ^ word << 15) & kMask;
     }
 
     template <int steps>
     struct Codes {
-        static_assert(steps % 2 == 0, "16 bytes of a lane are two steps");
-        uint4 pairs[steps / 2];
+        static_assert(steps == 1 || steps % 2 == 0, "16 bytes of a lane are two steps");
+        uint2 words[steps];
 
         __device__ __forceinline__ void load(uint32_t smem, int first_step, int warp, int lane) {
+            const uint32_t at = smem + warp * 1024 + first_step / 2 * 512 + lane * 16;
+            if constexpr (steps == 1) {
+                words[0] = ld_shared_64(at + first_step % 2 * 8);
+            } else {
 #pragma unroll
-            for (int p = 0; p < steps / 2; ++p)
-                pairs[p] = ld_shared_128(smem + warp * 1024 + (first_step + 2 * p) * 256 + lane * 16);
+                for (int s = 0; s < steps; s += 2) {
+                    const uint4 pair = ld_shared_128(at + s * 256);
+                    words[s] = make_uint2(pair.x, pair.y), words[s + 1] = make_uint2(pair.z, pair.w);
+                }
+            }
         }
-        __device__ __forceinline__ void decode(const uint8_t* smem_lut, const RowScales& rows, int first_step,
-                                               uint32_t (&a)[steps][kStepRegisters]) const {
+        __device__ __forceinline__ void decode(uint32_t (&a)[steps][kStepRegisters]) const {
 #pragma unroll
             for (int s = 0; s < steps; ++s) {
-                const uint4& codes = pairs[s / 2];
-                uint32_t low[2], high[2];
-                bytes(s % 2 ? codes.z : codes.x, lut_entry(smem_lut, rows.low_shifts, first_step + s), low[0], low[1]);
-                bytes(s % 2 ? codes.w : codes.y, lut_entry(smem_lut, rows.high_shifts, first_step + s), high[0],
-                      high[1]);
-                uint32_t (&out)[kStepRegisters] = a[s];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if constexpr (kFp8) {
-                        out[2 * i] = low[i], out[2 * i + 1] = high[i];
-                    } else {  // bytes 0, 1 and 2, 3 become the high bytes of two FP16 values
-                        out[4 * i] = __byte_perm(low[i], 0, 0x1404), out[4 * i + 1] = __byte_perm(high[i], 0, 0x1404);
-                        out[4 * i + 2] = __byte_perm(low[i], 0, 0x3424),
-                                    out[4 * i + 3] = __byte_perm(high[i], 0, 0x3424);
-                    }
+                if constexpr (kFp8) {
+                    e4m3(words[s].x, words[s].y, a[s]);
+                } else {
+                    f16(words[s].x, 0, a[s]);
+                    f16(words[s].y, 1, a[s]);
                 }
             }
         }
