@@ -6,6 +6,7 @@ miss it say so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,22 +77,25 @@ def groups() -> dict[tuple[str, str, str], list[int]]:
 def most_us(row: BarRow, rec: Record) -> float | None:
     """The time that `row` allows, given the unique bytes and the read peak of `rec`; None where no bar is set."""
     limits = [row.most_us] if row.most_us is not None else []
-    if row.least_share is not None and rec.get("read_peak_gbs"):
-        limits.append(rec["unique_bytes"] / rec["read_peak_gbs"] / 1e3 / row.least_share)
+    floor = _floor_us(rec)
+    if row.least_share is not None and floor is not None:
+        limits.append(floor / row.least_share)
     return min(limits) if limits else None
+
+
+def _floor_us(rec: Record) -> float | None:
+    return rec["unique_bytes"] / rec["read_peak_gbs"] / 1e3 if rec.get("read_peak_gbs") else None
 
 
 def bar(records: Sequence[Record]) -> str:
     """A row a point of the bar: our fastest path, what was asked, by how much it is met or missed, the best peer."""
-    decode = on_latest_gpu([rec for rec in records if rec["bench"] == "decode" and "gpu" in rec])
-    points = newest(decode, ("model", "format", "routing", "num_tokens", "impl", "path"))
+    points = newest(_decode(records), ("model", "format", "routing", "num_tokens", "impl", "path"))
     used: list[Record] = []
     rows: list[list[str]] = []
     for row in ROWS:
-        ours = [r for r in points if _is_of(r, row, row.format) and r["impl"] == OWN_IMPL and r.get("path") in PATHS]
         peer_format = PEER_FORMAT.get(row.format, row.format)
         peers = [r for r in points if _is_of(r, row, peer_format) and r["impl"] in ADAPTERS]
-        best = min(ours, key=lambda rec: rec["p50_us"], default=None)
+        best = _fastest(points, row)
         peer = min(peers, key=lambda rec: rec["p50_us"], default=None)
         used += [rec for rec in (best, peer) if rec is not None]
         rows.append([row.model, row.format, row.routing, str(row.num_tokens), *_ours(row, best), _peer(peer)])
@@ -105,9 +109,79 @@ def bar(records: Sequence[Record]) -> str:
         "of peak",
         "may take µs",
         "verdict",
+        "commit",
         "fastest peer µs",
     )
     return markdown(header, rows) + provenance(used)
+
+
+def missed_rows(records: Sequence[Record]) -> list[tuple[BarRow, Record]]:
+    """Each row that our fastest path misses, with the record of that path."""
+    points = newest(_decode(records), ("model", "format", "routing", "num_tokens", "impl", "path"))
+    found = [(row, _fastest(points, row)) for row in ROWS]
+    return [(row, rec) for row, rec in found if rec is not None and rec["p50_us"] > (most_us(row, rec) or math.inf)]
+
+
+def missed(records: Sequence[Record]) -> str:
+    """A row a missed point: time above the floor beside what the bar leaves, the tile kernels before, the profiler."""
+    decode = _decode(records)
+    profiles = on_latest_gpu([rec for rec in records if rec["bench"] == "profile"])
+    profiles = newest(profiles, ("model", "format", "path", "kernel", "num_tokens"))
+    rows: list[list[str]] = []
+    found = missed_rows(records)
+    for row, rec in found:
+        limit, floor = most_us(row, rec) or math.nan, _floor_us(rec)
+        above = [DASH, DASH] if floor is None else [f"{rec['p50_us'] - floor:.1f}", f"{limit - floor:.1f}"]
+        cells = [row.model, row.format, row.routing, str(row.num_tokens), rec["path"], rec["commit"][:7]]
+        cells += [f"{rec['p50_us']:.1f}", f"{limit:.1f}", *above]
+        rows.append([*cells, _tiles(decode, row), _profile(profiles, row, rec["path"])])
+    header = (
+        "model",
+        "format",
+        "routing",
+        "tokens",
+        "path",
+        "commit",
+        "p50 µs",
+        "may take µs",
+        "above floor, µs",
+        "may be above, µs",
+        "tile kernels, µs",
+        "DRAM of peak, issue slots, longest stall",
+    )
+    nothing = [[DASH if decode else NOT_MEASURED] + [DASH] * (len(header) - 1)]
+    return markdown(header, rows or nothing) + provenance([rec for _, rec in found])
+
+
+def _tiles(decode: Sequence[Record], row: BarRow) -> str:
+    """Times of the tile kernel of each commit, in the order of their newest records."""
+    ours = [rec for rec in decode if _is_of(rec, row, row.format) and rec["impl"] == OWN_IMPL]
+    tiles = newest([rec for rec in ours if rec.get("path") == "tile"], ("commit",))
+    tiles = sorted(tiles, key=lambda rec: rec["date"])
+    return ", ".join(f"{rec['p50_us']:.1f} ({rec['commit'][:7]})" for rec in tiles) or NOT_MEASURED
+
+
+def _profile(profiles: Sequence[Record], row: BarRow, path: str) -> str:
+    """What bounds each kernel of `path`, alone, in the order in which they were profiled."""
+    asked = (row.model, row.format, row.num_tokens, path)
+    kernels = [r for r in profiles if (r["model"], r["format"], r["num_tokens"], r["path"]) == asked]
+    shares = (
+        ", ".join(
+            [f"{100 * rec[name]:.0f} %" for name in ("fraction_of_peak", "issue_share") if name in rec]
+            + ([rec["stalls"].split(",")[0]] if "stalls" in rec else [])
+        )
+        for rec in kernels
+    )
+    return "; ".join(shares) or NOT_MEASURED
+
+
+def _decode(records: Sequence[Record]) -> list[Record]:
+    return on_latest_gpu([rec for rec in records if rec["bench"] == "decode" and "gpu" in rec])
+
+
+def _fastest(points: Sequence[Record], row: BarRow) -> Record | None:
+    ours = [r for r in points if _is_of(r, row, row.format) and r["impl"] == OWN_IMPL and r.get("path") in PATHS]
+    return min(ours, key=lambda rec: rec["p50_us"], default=None)
 
 
 def _is_of(rec: Record, row: BarRow, format: str) -> bool:
@@ -122,14 +196,15 @@ def _is_of(rec: Record, row: BarRow, format: str) -> bool:
 def _ours(row: BarRow, rec: Record | None) -> list[str]:
     if rec is None:
         asked = DASH if row.most_us is None else f"{row.most_us:.1f}"
-        return [DASH, NOT_MEASURED, DASH, asked, NOT_MEASURED]
+        return [DASH, NOT_MEASURED, DASH, asked, NOT_MEASURED, DASH]
     limit = most_us(row, rec)
     verdict = DASH
     if limit is not None:
         over = rec["p50_us"] / limit - 1
         verdict = "met" if over <= 0 else f"missed by {100 * over:.0f} %"
     share = f"{100 * rec['fraction_of_peak']:.0f} %" if "fraction_of_peak" in rec else DASH
-    return [rec["path"], f"{rec['p50_us']:.1f}", share, DASH if limit is None else f"{limit:.1f}", verdict]
+    allowed = DASH if limit is None else f"{limit:.1f}"
+    return [rec["path"], f"{rec['p50_us']:.1f}", share, allowed, verdict, rec["commit"][:7]]
 
 
 def _peer(rec: Record | None) -> str:

@@ -101,9 +101,10 @@ def ncu(records: Sequence[Record]) -> str:
     """A row a kernel launch, alone and with cold caches."""
     points = on_latest_gpu([rec for rec in records if rec["bench"] == "profile"])
     points = newest(points, ("model", "format", "path", "kernel", "num_tokens"))
-    order = ("format", "path", "num_tokens")
+    order = ("model", "format", "path", "num_tokens")
     rows = [
         [
+            rec["model"],
             rec["format"],
             rec["path"],
             str(rec["num_tokens"]),
@@ -119,8 +120,9 @@ def ncu(records: Sequence[Record]) -> str:
             rec.get("stalls", DASH),
         ]
         for rec in sorted(points, key=lambda rec: tuple(rec[name] for name in order))
-    ] or [[NOT_MEASURED] + [DASH] * 12]
+    ] or [[NOT_MEASURED] + [DASH] * 13]
     header = (
+        "model",
         "format",
         "path",
         "tokens",

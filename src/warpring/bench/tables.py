@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from warpring.bench.bar import bar
+from warpring.bench.bar import bar, missed
 from warpring.bench.compared import end_to_end, ncu, peers
 from warpring.bench.cores_tables import CORES_TABLES
 from warpring.bench.ep_tables import EP_TABLES
@@ -211,6 +211,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "accuracy-overview": accuracy_overview,
     "perplexity": perplexity,
     "bar": bar,
+    "bar-missed": missed,
     "peers": peers,
     "end-to-end": end_to_end,
     "ncu": ncu,
