@@ -218,7 +218,7 @@ def test_command_appends_a_record(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_command_names_a_wrong_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ep-verify", "--device", "cpu", "--soak", "0"]) == 2
-    assert "--soak and --checked must be at least 1" in capsys.readouterr().err
+    assert "--soak, --checked and --max-tokens must be at least 1" in capsys.readouterr().err
 
 
 # GPUs

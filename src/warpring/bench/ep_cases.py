@@ -1,29 +1,38 @@
-"""The cases that expert-parallel decode is verified by: layers of real models, token counts, routings; and their check.
+"""The cases that expert-parallel decode is verified by: layers of real models, token counts, routings; and their runs.
 
 Experts repeat a few drawn ones, as in `inputs`, but so that experts with the same place on different ranks differ: a
-token that went to the wrong rank shows. The yardstick is `run_layer` on each rank's own tokens, with the drawn experts
-alone: every expert has the weights of one of them.
+token that went to the wrong rank shows. Outputs are judged in `ep_check`, by the drawn experts alone: every expert has
+the weights of one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from warpring.bench.inputs import drawn_experts, make_routing, repeat_experts
+from warpring.bench.ep_check import LEAST_COSINE, LEAST_EXACT_COSINE, Outcome, Rows, Yardstick
+from warpring.bench.inputs import drawn_experts, repeat_experts
 from warpring.bench.shapes import MODELS, LayerShape, parse_shape
 from warpring.errors import ArgumentError
-from warpring.expert_parallel.arithmetic import run_layer
 from warpring.expert_parallel.layer import ExpertParallelDecode
 from warpring.expert_parallel.problem import ActivationForm, Problem
-from warpring.reference import moe_exact
 
-#: Least cosine of a token with the same arithmetic done rank-locally, and least with FP64 of a whole batch.
-LEAST_COSINE = 0.9999997
-LEAST_EXACT_COSINE: dict[ActivationForm, float] = {"fp8": 0.998, "bf16": 0.9999}
+__all__ = [
+    "FORMATS",
+    "LEAST_COSINE",
+    "LEAST_EXACT_COSINE",
+    "Case",
+    "Outcome",
+    "Verifier",
+    "case_fields",
+    "cases",
+    "problem_of",
+]
+
 #: Models that are verified, each in the format that its checkpoints hold and the kernels have; then ragged sizes.
 FORMATS = {
     "deepseek-v4-flash": "mxfp4",
@@ -41,6 +50,11 @@ SKEWED = {"zipf": (16, 256), "one expert": (8, 256), "one rank": (31, 256), "unu
 _DRAWN = (7, 5, 11, 13)
 #: On a CPU, widths are divided by 16, and no rank brings more tokens than this.
 _CPU_DIVISOR, _CPU_TOKENS = 16, 24
+#: Rows of a call that are compared at most: every s-th one, other ones in each of s calls that follow each other.
+COMPARED_ROWS = 32
+#: Calls of few rows have a form of their own on a GPU (EARLY_TOKENS of the engine): cases that fit take it.
+_FEW_ROWS = 64
+_NO_EXPERT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -65,35 +79,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{'unequal' if self.tokens is None else self.tokens} {self.routing}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a case gave on one rank, or the worst of several ranks.
-
-    Attributes:
-        cosine: least over all tokens and checked replays, against the same arithmetic done rank-locally.
-        exact_cosine, exact_error: of whole batches against FP64: least cosine, largest RMS relative error.
-        replays: calls that were made.
-    """
-
-    cosine: float
-    exact_cosine: float
-    exact_error: float
-    replays: int
-
-    def met(self, activation: ActivationForm) -> bool:
-        """Whether both bounds hold."""
-        return self.cosine >= LEAST_COSINE and self.exact_cosine >= LEAST_EXACT_COSINE[activation]
-
-    def worse(self, other: Outcome) -> Outcome:
-        """The worse of two, field by field."""
-        return Outcome(
-            min(self.cosine, other.cosine),
-            min(self.exact_cosine, other.exact_cosine),
-            max(self.exact_error, other.exact_error),
-            max(self.replays, other.replays),
-        )
 
 
 def cases(most: int) -> list[Case]:
@@ -123,6 +108,35 @@ def num_drawn(num_local_experts: int) -> int:
     return next((number for number in _DRAWN if num_local_experts % number), _DRAWN[0])
 
 
+def problem_of(
+    name: str,
+    num_ranks: int,
+    device: torch.device,
+    *,
+    format: str | None = None,
+    activation: ActivationForm = "fp8",
+    num_shared: int = 0,
+    max_tokens: int = max(TOKENS),
+) -> Problem:
+    """The problem that a `Verifier` with these arguments builds."""
+    if format is None and name not in FORMATS:
+        raise ArgumentError(f"Verifier: name must be one of {', '.join(FORMATS)}; got {name!r}. Or pass a format.")
+    shape = layer_shape(name, num_ranks, device)
+    return Problem(
+        shape.hidden,
+        shape.intermediate,
+        shape.num_experts,
+        shape.topk,
+        num_ranks,
+        min(max_tokens, _CPU_TOKENS) if device.type == "cpu" else max_tokens,
+        format=format or FORMATS[name],
+        activation=activation,
+        gate=shape.activation,
+        num_shared=num_shared,
+        has_bias=shape.has_bias,
+    )
+
+
 class Verifier:
     """One layer of one model on this rank, ready to run cases.
 
@@ -130,6 +144,8 @@ class Verifier:
         layer: the layer.
         problem: what it is.
         rank, device: of this process.
+        yardstick: what judges its outputs.
+        inputs: tensors of a call.
     """
 
     def __init__(
@@ -156,131 +172,199 @@ class Verifier:
             seed: of weights and inputs.
             max_tokens: most tokens of a rank; on a CPU not more than 24 of them.
         """
-        if format is None and name not in FORMATS:
-            raise ArgumentError(f"Verifier: name must be one of {', '.join(FORMATS)}; got {name!r}. Or pass a format.")
-        format = format or FORMATS[name]
         self.rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
-        self._shape = shape = layer_shape(name, num_ranks, device)
-        self.device, self._seed = device, seed
-        self.problem = Problem(
-            shape.hidden,
-            shape.intermediate,
-            shape.num_experts,
-            shape.topk,
+        self.problem = problem = problem_of(
+            name,
             num_ranks,
-            min(max_tokens, _CPU_TOKENS) if device.type == "cpu" else max_tokens,
+            device,
             format=format,
             activation=activation,
-            gate=shape.activation,
             num_shared=num_shared,
-            has_bias=shape.has_bias,
+            max_tokens=max_tokens,
         )
-        local = self.problem.num_local_experts
+        self.device, self._seed = device, seed
+        shape = layer_shape(name, num_ranks, device)
+        local = problem.num_local_experts
         drawn = num_drawn(local)
-        self._few = drawn_experts(shape, format, device, seed, drawn)
+        few = drawn_experts(shape, problem.format, device, seed, drawn)
         which = torch.arange(self.rank * local, (self.rank + 1) * local, device=device) % drawn
-        self._shared = None
+        shared = None
         if num_shared:
             plain = replace(shape, has_bias=False)
-            self._shared = drawn_experts(plain, self.problem.shared_format, device, seed + 1, num_shared)
-        self.layer = ExpertParallelDecode(
-            self.problem, group, repeat_experts(self._few, which), shared=self._shared, **options
-        )
+            shared = drawn_experts(plain, problem.shared_format, device, seed + 1, num_shared)
+        self.yardstick = Yardstick(problem, few, shared)
+        self.layer = ExpertParallelDecode(problem, group, repeat_experts(few, which), shared=shared, **options)
+        self.inputs = CaseInputs(problem, device)
 
     def run(self, case: Case, *, replays: int, checked: int) -> Outcome:
-        """Run a case with changing inputs, routings and counts, `checked` of the replays compared; a collective.
+        """`run_all` of one case."""
+        return self.run_all([case], replays=replays, checked=checked)[0]
 
-        On a GPU every replay is one of the same captured graph.
+    def run_all(self, cases: Sequence[Case], *, replays: int, checked: int) -> list[Outcome]:
+        """Run cases with changing inputs, routings and counts, `checked` replays of each compared; a collective.
+
+        On a GPU every replay is one of the same captured graph (of one for few rows where no rank brings more), and the
+        host waits for nothing in between.
         """
-        most = self.problem.max_tokens_per_rank
-        x = torch.empty(most, self.problem.hidden, dtype=torch.bfloat16, device=self.device)
-        topk_idx = torch.empty(most, self.problem.topk, dtype=torch.int64, device=self.device)
-        weights = torch.empty(most, self.problem.topk, device=self.device)
-        count = torch.zeros(1, dtype=torch.int32, device=self.device)
-        out = torch.full_like(x, torch.nan)
-        replay = self._replayer(x, topk_idx, weights, count, out)
-        outcome = Outcome(1.0, 1.0, 0.0, replays)
-        for index, seed in enumerate(self._seeds(case, replays)):
-            num_tokens = case.count(self.rank, self.problem.num_ranks, most, seed)
-            self._fill(case, num_tokens, seed, x, topk_idx, weights)
-            count.fill_(num_tokens)
-            replay()
-            if index * checked // replays != (index + 1) * checked // replays:
-                part = slice(num_tokens)
-                outcome = outcome.worse(self.compare(x[part], topk_idx[part], weights[part], out[part]))
-        return outcome
+        parts: list[Rows] = []
+        clean: list[torch.Tensor] = []
+        callers: dict[int, Callable[[], object]] = {}  # graphs must be gone before the layer's contexts are
+        for number, case in enumerate(cases):
+            rows = self.rows_of(case)
+            if rows not in callers:
+                callers[rows] = self._caller(rows)
+            clean.append(self._run(case, callers[rows], number * replays, replays, checked, parts))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.layer.check()
+        total = len(cases) * replays
+        outcomes = self.yardstick.judge(Rows.joined(parts), total) if parts else [_PERFECT] * total
+        found: list[Outcome] = []
+        for number, whole in enumerate(clean):
+            of_case = outcomes[number * replays : (number + 1) * replays]
+            outcome = replace(_PERFECT, replays=replays) if bool(whole) else Outcome(-1.0, -1.0, torch.inf, replays)
+            for other in of_case:
+                outcome = outcome.worse(other)
+            found.append(replace(outcome, tokens=sum(other.tokens for other in of_case)))
+        return found
 
-    def _replayer(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, count: torch.Tensor, out: torch.Tensor
-    ) -> Callable[[], object]:
+    def rows_of(self, case: Case) -> int:
+        """Rows of the call that serves a case."""
+        few = case.tokens is not None and case.tokens <= _FEW_ROWS
+        return min(_FEW_ROWS if few else self.problem.max_tokens_per_rank, self.problem.max_tokens_per_rank)
+
+    def _run(
+        self, case: Case, call: Callable[[], object], first: int, replays: int, checked: int, parts: list[Rows]
+    ) -> torch.Tensor:
+        """Replay one case, and keep rows of the calls that are compared, numbered from `first`.
+
+        Returns:
+            bool scalar on the device: whether every call wrote all of its tokens, finite values, and nothing else.
+        """
+        most, inputs = self.problem.max_tokens_per_rank, self.inputs
+        clean = torch.ones((), dtype=torch.bool, device=self.device)
+        for index, (seed, common) in enumerate(self._seeds(case, replays)):
+            num_tokens = case.count(self.rank, self.problem.num_ranks, most, seed)
+            inputs.fill(case.routing, num_tokens, seed, common)
+            call()
+            self.layer.check()
+            clean &= inputs.out[:num_tokens].isfinite().all() & inputs.out[num_tokens:].isnan().all()
+            if num_tokens and index * checked // replays != (index + 1) * checked // replays:
+                step = -(-num_tokens // COMPARED_ROWS)
+                parts.append(inputs.rows(slice(index % step, num_tokens, step), first + index))
+        return clean
+
+    def _caller(self, rows: int) -> Callable[[], object]:
+        """What makes one call with the first `rows` rows of the inputs: on a GPU, by replaying a graph."""
+        inputs = self.inputs
+
         def call() -> object:
-            return self.layer(x, topk_idx, weights, count, out=out)
+            part = slice(rows)
+            arguments = (inputs.x[part], inputs.topk_idx[part], inputs.topk_weights[part], inputs.count)
+            return self.layer(*arguments, out=inputs.out[part])
 
         if self.device.type == "cpu":
             return call
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
+        return graph.replay
 
-        def replay() -> None:
-            graph.replay()
-            torch.cuda.synchronize(self.device)
-            self.layer.check()
+    def _seeds(self, case: Case, replays: int) -> Iterator[tuple[int, int]]:
+        """Two seeds for each replay: one of every rank's own, and one that all ranks have.
 
-        return replay
-
-    def _seeds(self, case: Case, replays: int) -> Iterator[int]:
-        """A seed for each replay, other ones on every rank; a hash of text, since Python's own differs by process."""
+        Made of a hash of text, since Python's own differs by process.
+        """
         start = sum(ord(letter) * 131**place for place, letter in enumerate(str(case))) + self._seed
         for index in range(replays):
-            yield (start + 7919 * index + 104729 * self.rank) % 2**40
-
-    def _fill(
-        self,
-        case: Case,
-        num_tokens: int,
-        seed: int,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """New tokens and a new routing; rows that do not count are NaN, and name an expert that is not there."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        x.normal_(generator=generator)
-        kind = "zipf" if case.routing == "zipf" else "uniform"
-        routing = make_routing(self._shape, len(x), kind, seed=seed).to(self.device)
-        ids, new_weights = routing.topk_idx, routing.topk_weights
-        if case.routing == "one expert":
-            ids[:] = self.problem.num_experts - 1
-        elif case.routing == "one rank":
-            ids %= self.problem.num_local_experts
-        elif case.routing == "unused":
-            unused = torch.rand(ids.shape, generator=generator, device=self.device) < 0.5
-            ids[unused], new_weights[unused] = -1, torch.nan
-        topk_idx.copy_(ids)
-        weights.copy_(new_weights)
-        x[num_tokens:], topk_idx[num_tokens:], weights[num_tokens:] = torch.nan, 2**31 - 1, torch.nan
+            common = start + 7919 * index
+            yield (common + 104729 * (self.rank + 1)) % 2**40, common % 2**40
 
     def compare(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> Outcome:
-        """What the layer's outputs `y` [num_tokens, hidden] for these inputs are worth; waits for the device."""
-        if not len(x):
-            return Outcome(1.0, 1.0, 0.0, 0)
-        used = topk_idx >= 0
-        drawn = torch.where(used, topk_idx % self._few.num_experts, -1)
-        problem = replace(self.problem, num_experts=self._few.num_experts, num_ranks=1)
-        sums = "tensor_core" if x.is_cuda else "fp32"
-        expected = run_layer(problem, x, self._few, drawn, weights, self._shared, sums=sums)
-        exact = moe_exact(x, self._few, drawn, weights)
-        if self._shared is not None:
-            everyone = torch.arange(self.problem.num_shared, device=x.device).expand(len(x), -1)
-            exact += moe_exact(x, self._shared, everyone, torch.ones(everyone.shape, device=x.device))
-        error = float((y.double() - exact).norm() / exact.norm().clamp(min=1e-300))
-        return Outcome(_cosine(y, expected), _cosine(y.flatten()[None], exact.flatten()[None]), error, 0)
+        """What the layer's outputs `y` [num_tokens, hidden] of one call are worth; waits for the device."""
+        call = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return self.yardstick.judge(Rows(x, topk_idx, weights, y, call), 1)[0]
 
 
-def _cosine(y: torch.Tensor, other: torch.Tensor) -> float:
-    """Least cosine of a row; 1 for rows that are zero in both, and -1 where something is not finite."""
-    y, other = y.double(), other.double()
-    zero = (y == 0).all(1) & (other == 0).all(1)
-    cosine = (y * other).sum(1) / (y.norm(dim=1) * other.norm(dim=1))
-    return float(torch.where(zero, 1.0, cosine).nan_to_num(-1.0).min())
+class CaseInputs:
+    """The tensors of a call, and their filling without a wait for the device.
+
+    Attributes:
+        x, out: BF16 [rows, hidden].
+        topk_idx, topk_weights: int64 and FP32 [rows, topk].
+        count: int32 [1].
+    """
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self._problem = problem
+        rows, topk = problem.max_tokens_per_rank, problem.topk
+        self.x = torch.empty(rows, problem.hidden, dtype=torch.bfloat16, device=device)
+        self.topk_idx = torch.empty(rows, topk, dtype=torch.int64, device=device)
+        self.topk_weights = torch.empty(rows, topk, device=device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.out = torch.full_like(self.x, torch.nan)
+        self._own, self._common = torch.Generator(device), torch.Generator(device)
+
+    def fill(self, routing: str, num_tokens: int, seed: int, common: int) -> None:
+        """New tokens and a new routing; rows that do not count are NaN and name no expert, and outputs are poisoned."""
+        self._own.manual_seed(seed)
+        self._common.manual_seed(common)
+        self.x.normal_(generator=self._own)
+        self.topk_weights.copy_(self.topk_weights.normal_(generator=self._own).softmax(1))
+        self.topk_idx.copy_(self._routed(routing))
+        if routing == "unused":
+            draw = torch.rand(self.topk_idx.shape, generator=self._own, device=self.x.device)
+            self.topk_idx.masked_fill_(draw < 0.5, -1)
+            self.topk_weights.masked_fill_(draw < 0.5, torch.nan)
+        for tensor, poison in ((self.x, torch.nan), (self.topk_idx, _NO_EXPERT), (self.topk_weights, torch.nan)):
+            tensor[num_tokens:] = poison
+        self.out.fill_(torch.nan)
+        self.count.fill_(num_tokens)
+
+    def _routed(self, routing: str) -> torch.Tensor:
+        """Expert ids [rows, topk], distinct within a token where all experts take part; hot ones are everywhere."""
+        problem, device = self._problem, self.x.device
+        if routing == "one expert":
+            return torch.full_like(self.topk_idx, problem.num_experts - 1)
+        scores = torch.rand(len(self.x), problem.num_experts, generator=self._own, device=device)
+        if routing == "zipf":
+            # The least of draws from exponentials of these rates are a draw without replacement in proportion to them.
+            rank = torch.randperm(problem.num_experts, generator=self._common, device=device) + 1
+            scores = scores.clamp(min=1e-30).log() * rank
+        ids = scores.topk(problem.topk, dim=1).indices
+        return ids % problem.num_local_experts if routing == "one rank" else ids
+
+    def rows(self, part: slice, call: int) -> Rows:
+        """A copy of some rows and of what the layer gave for them."""
+        x, ids, weights, y = (t[part].clone() for t in (self.x, self.topk_idx, self.topk_weights, self.out))
+        return Rows(x, ids, weights, y, torch.full((len(x),), call, dtype=torch.int64, device=x.device))
+
+
+_PERFECT = Outcome(1.0, 1.0, 0.0, 0)
+
+
+def case_fields(verifier: Verifier, model: str, case: Case, outcome: Outcome, seed: int) -> dict[str, Any]:
+    """The fields of a record of bench "ep_verify"."""
+    problem, split = verifier.problem, verifier.layer.sm_counts
+    fields: dict[str, Any] = {
+        "model": model,
+        "format": problem.format,
+        "activation": problem.activation,
+        "shared_expert": "fused" if problem.num_shared else "none",
+        "num_ranks": problem.num_ranks,
+        "max_tokens_per_rank": problem.max_tokens_per_rank,
+        "experts_per_rank": problem.num_local_experts,
+        "topk": problem.topk,
+        "case": str(case),
+        "seed": seed,
+        "repeats": outcome.replays,
+        "tokens": outcome.tokens,
+        "cosine_min": outcome.cosine,
+        "exact_cosine_min": outcome.exact_cosine,
+        "met": outcome.met(problem.activation),
+    }
+    if math.isfinite(outcome.exact_error):
+        fields["rms_rel_error"] = outcome.exact_error
+    if split is not None:
+        fields |= {"comm_sms": split.comm_sms, "compute_sms": split.compute_sms}
+    return fields

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from warpring.bench.ep_cases import LEAST_COSINE, Outcome, Verifier
+from warpring.bench.ep_cases import Verifier
+from warpring.bench.ep_check import LEAST_COSINE, Outcome, Rows
 from warpring.errors import ArgumentError
 from warpring.expert_parallel.problem import Problem
 
@@ -24,6 +25,8 @@ from warpring.expert_parallel.problem import Problem
 SOAK_SHAPE, SOAK_FORMAT, SOAK_TOKENS = "h2048xi1024xe64xk8", "mxfp4", 64
 #: Calls in a replay, without anything between them.
 CALLS = 4
+#: Different tokens, of which every row of a call is one: to draw 64 rows of 2048 numbers would take as long as a call.
+_TOKENS = 4096
 #: Replays that are repeated at the end, and compared bit by bit.
 _REPEATED = 8
 #: Memory is looked at after this share of the replays, and at the end.
@@ -76,8 +79,9 @@ class SoakOutcome:
 class DrawnInputs:
     """Inputs of `CALLS` calls, drawn on the device without a word from the host.
 
-    Counts go from 0 to the most; rows beyond are NaN and name no expert. One slot in 16 is unused, with a NaN weight.
-    Of eight calls one sends every slot of every rank to one expert, and one to the experts of one rank.
+    Every row is one of a few thousand random tokens. Counts go from 0 to the most; rows beyond are NaN and name no
+    expert. One slot in 16 is unused, with a NaN weight. Of eight calls one sends every slot of every rank to one
+    expert, and one to the experts of one rank.
 
     Attributes:
         number: int64 scalar on the device: which replay `draw` draws next.
@@ -88,10 +92,13 @@ class DrawnInputs:
     def __init__(self, problem: Problem, rank: int, device: torch.device, seed: int) -> None:
         rows, topk = problem.max_tokens_per_rank, problem.topk
         self._problem, self._rank, self._seed = problem, rank, seed
-        self._parts = [rows * problem.hidden, rows * problem.num_experts, rows * topk, rows * topk, 1]
+        self._parts = [rows, rows * problem.num_experts, rows * topk, rows * topk, 1]
         self._places = torch.arange(1, sum(self._parts) + 1, device=device)
         self._calls = torch.arange(CALLS, device=device)[:, None]
         self._rows = torch.arange(rows, device=device)[None, :, None]
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = torch.randn(_TOKENS, problem.hidden, generator=generator, device=device)
+        self._tokens = tokens.bfloat16()
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         self.x = torch.zeros(CALLS, rows, problem.hidden, dtype=torch.bfloat16, device=device)
         self.topk_idx = torch.zeros(CALLS, rows, topk, dtype=torch.int64, device=device)
@@ -104,11 +111,10 @@ class DrawnInputs:
         rows, topk, num_experts = problem.max_tokens_per_rank, problem.topk, problem.num_experts
         of_all_ranks = mixed((self.number * CALLS + self._calls) * 2**20 + self._seed)
         bits = mixed(mixed(of_all_ranks + self._rank + 1) + self._places)
-        values, scores, weights, used, count = bits.split(self._parts, dim=1)
+        token, scores, weights, used, count = bits.split(self._parts, dim=1)
         self.counts.copy_(count[:, 0] % (rows + 1))
         beyond = self._rows >= self.counts[:, None, None]
-        x = (uniform(values) * 2 - 1) * math.sqrt(3)
-        self.x.copy_(x.view(self.x.shape).masked_fill(beyond, torch.nan))
+        self.x.copy_(self._tokens[token % _TOKENS].masked_fill(beyond, torch.nan))
         ids = scores.reshape(CALLS, rows, num_experts).topk(topk, dim=2).indices
         ids = _skewed(ids, of_all_ranks[:, :, None], problem)
         unused = used.view(CALLS, rows, topk) % 16 == 0
@@ -191,9 +197,7 @@ class Soak:
             int((_bits(outputs[where[step]]) != _bits(outputs[where[replays + step]])).sum())
             for step in range(repeated)
         )
-        worst = Outcome(1.0, 1.0, 0.0, replays)
-        for step in sorted(checked):
-            worst = worst.worse(self._compare(step, outputs[where[step]]))
+        worst = self._compare({step: outputs[where[step]] for step in sorted(checked)}, replays)
         growth = (after[0] - before[0], after[1] - before[1])
         return SoakOutcome(replays, checks, worst, changed, *growth, seconds)
 
@@ -228,17 +232,22 @@ class Soak:
         free, total = torch.cuda.mem_get_info(self._device)
         return torch.cuda.memory_allocated(self._device), total - free
 
-    def _compare(self, number: int, outputs: torch.Tensor) -> Outcome:
-        """Draw a replay's inputs anew and check its outputs, all calls; rows beyond the count must be untouched."""
+    def _compare(self, outputs: dict[int, torch.Tensor], replays: int) -> Outcome:
+        """Draw the inputs of these replays anew and judge all of their calls; no row beyond a count may be written."""
         inputs = self._inputs
-        inputs.number.fill_(number)
-        inputs.draw()
-        worst = Outcome(1.0, 1.0, 0.0, 0)
-        for index, count in enumerate(inputs.counts.tolist()):
-            part = (inputs.x[index, :count], inputs.topk_idx[index, :count], inputs.topk_weights[index, :count])
-            worst = worst.worse(self._verifier.compare(*part, outputs[index, :count]))
-            if not outputs[index, count:].isnan().all():
-                worst = worst.worse(Outcome(-1.0, -1.0, math.inf, 0))
+        parts: list[Rows] = []
+        untouched = True
+        for number, out in outputs.items():
+            inputs.number.fill_(number)
+            inputs.draw()
+            for index, count in enumerate(inputs.counts.tolist()):
+                untouched &= bool(out[index, count:].isnan().all())
+                fields = (inputs.x, inputs.topk_idx, inputs.topk_weights, out)
+                x, ids, weights, y = (field[index, :count].clone() for field in fields)
+                parts.append(Rows(x, ids, weights, y, torch.full((count,), len(parts), device=self._device)))
+        worst = Outcome(1.0, 1.0, 0.0, replays) if untouched else Outcome(-1.0, -1.0, math.inf, replays)
+        for outcome in self._verifier.yardstick.judge(Rows.joined(parts), len(parts)):
+            worst = worst.worse(outcome)
         return worst
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from warpring.cli import seed
@@ -13,16 +14,38 @@ if TYPE_CHECKING:
 
     from warpring.bench.ep_cases import Case, Outcome, Verifier
     from warpring.bench.ep_soak import SoakOutcome
+    from warpring.expert_parallel.problem import ActivationForm, Problem
 
     _Outcome = TypeVar("_Outcome", Outcome, SoakOutcome)
 
+#: Replays of a soak that are compared, unless told otherwise.
+_SOAK_CHECKS = 100
 _EXAMPLES = """\
 examples
   torchrun --nproc-per-node 2 -m warpring ep-verify                 every model, routed and shared, FP8 and BF16
   torchrun --nproc-per-node 2 -m warpring ep-verify --model glm-5.2 --activation bf16 --replays 1000
+  torchrun --nproc-per-node 2 -m warpring ep-verify --max-tokens 8  layers built for few tokens: narrow blocks
   torchrun --nproc-per-node 2 -m warpring ep-verify --soak 10000 --jsonl soak.jsonl    replays back to back
   warpring ep-verify --device cpu                                   one rank alone, scaled down
 """
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer to verify."""
+
+    model: str
+    form: ActivationForm
+    num_shared: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where layers run, and who prints."""
+
+    group: Any | None
+    device: torch.device
+    console: Any
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -43,9 +66,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--shared", metavar="N,...", default="0,1", help="fused shared experts (default %(default)s)")
     parser.add_argument("--replays", type=int, metavar="N", help="calls of a case (default: 100 on GPUs, 3 on CPUs)")
-    parser.add_argument("--checked", type=int, metavar="N", default=10, help="of these compared (default %(default)s)")
+    parser.add_argument(
+        "--checked", type=int, metavar="N", help=f"of these compared (default: all; {_SOAK_CHECKS} of a soak)"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of a rank (default: 256; 64 of a soak)")
     parser.add_argument("--soak", type=int, metavar="N", help="N replays back to back of a small layer or of --model")
-    parser.add_argument("--jsonl", metavar="FILE", help="append a record of every soak to FILE")
+    parser.add_argument("--jsonl", metavar="FILE", help="append a record of every case or soak to FILE")
     parser.add_argument("--comm-sms", type=int, metavar="N", help="communication SMs (default: a choice that fits)")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="bound of a wait (default %(default)s)"
@@ -68,91 +94,107 @@ def run(args: argparse.Namespace) -> int:
     models = parse_list("--model", args.model or ",".join(known if args.soak is None else known[:1]), known)
     forms = parse_list("--activation", args.activation, ("fp8", "bf16"))
     shared = [int(count) for count in parse_list("--shared", args.shared, tuple(map(str, range(9))))]
-    if any(count is not None and count < 1 for count in (args.checked, args.replays, args.soak)):
-        raise ArgumentError("ep-verify: --replays, --soak and --checked must be at least 1.")
+    counts = (args.checked, args.replays, args.soak, args.max_tokens)
+    if any(count is not None and count < 1 for count in counts):
+        raise ArgumentError("ep-verify: --replays, --soak, --checked and --max-tokens must be at least 1.")
+    # Forms outside, so that a run which is cut short has seen every model.
+    layers = [
+        _Layer(model, "fp8" if form == "fp8" else "bf16", num_shared)
+        for form in forms
+        for num_shared in shared
+        for model in models
+    ]
     work = _verify if args.soak is None else _soak
-    console = Console(soft_wrap=True)
-    met = True
     with process_group(choose_device(args.device)) as (group, device):
-        for model in models:
-            for form in forms:
-                for num_shared in shared:
-                    met &= work(args, console, group, device, model, form, num_shared)
-    return 0 if met else 1
+        place = _Place(group, device, Console(soft_wrap=True))
+        _compile(args, place, layers)
+        return 0 if all([work(args, place, layer) for layer in layers]) else 1
 
 
-def _verifier(
-    args: argparse.Namespace,
-    group: Any | None,
-    device: torch.device,
-    model: str,
-    form: str,
-    num_shared: int,
-    **sizes: Any,
-) -> Verifier:
-    """What runs and judges the layer; `sizes` are further arguments of it."""
+def _sizes(args: argparse.Namespace, layer: _Layer) -> dict[str, Any]:
+    """Arguments of `problem_of` and `Verifier` that say which layer it is."""
+    from warpring.bench.ep_cases import FORMATS, TOKENS
+    from warpring.bench.ep_soak import SOAK_FORMAT, SOAK_TOKENS
+
+    return {
+        "format": FORMATS.get(layer.model, SOAK_FORMAT),
+        "activation": layer.form,
+        "num_shared": layer.num_shared,
+        "max_tokens": args.max_tokens or (max(TOKENS) if args.soak is None else SOAK_TOKENS),
+    }
+
+
+def _compile(args: argparse.Namespace, place: _Place, layers: list[_Layer]) -> None:
+    """Fill the kernel cache for all layers at once, where they run on GPUs."""
+    if place.device.type == "cpu":
+        return
+    import os
+
+    from warpring.bench.ep_cases import problem_of
+    from warpring.bench.ep_compile import compile_ahead
+    from warpring.runtime.device import arch_of, index_of
+
+    num_ranks = 1 if place.group is None else place.group.size()
+    problems: list[Problem] = [
+        problem_of(layer.model, num_ranks, place.device, **_sizes(args, layer)) for layer in layers
+    ]
+    part, parts = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    compile_ahead(problems, arch_of(index_of(place.device)), part=part, parts=parts)
+
+
+def _verifier(args: argparse.Namespace, place: _Place, layer: _Layer) -> Verifier:
+    """What runs and judges a layer."""
     from warpring.bench.ep_cases import Verifier
 
     return Verifier(
-        model,
-        group,
-        device,
-        activation="fp8" if form == "fp8" else "bf16",
-        num_shared=num_shared,
+        layer.model,
+        place.group,
+        place.device,
         seed=args.seed,
         timeout=args.timeout,
         comm_sms=args.comm_sms,
-        **sizes,
+        **_sizes(args, layer),
     )
 
 
-def _verify(
-    args: argparse.Namespace,
-    console: Any,
-    group: Any | None,
-    device: torch.device,
-    model: str,
-    form: str,
-    num_shared: int,
-) -> bool:
-    """One layer and all of its cases; whether every bound was met on every rank."""
-    from warpring.bench.ep_cases import cases
+def _verify(args: argparse.Namespace, place: _Place, layer: _Layer) -> bool:
+    """All cases of one layer; whether every bound was met on every rank."""
+    import time
 
-    verifier = _verifier(args, group, device, model, form, num_shared)
-    replays = args.replays or (100 if device.type == "cuda" else 3)
+    from warpring.bench.ep_cases import case_fields, cases
+    from warpring.bench.records import append, record
+
+    start = time.perf_counter()
+    verifier = _verifier(args, place, layer)
+    replays = args.replays or (100 if place.device.type == "cuda" else 3)
+    checked = min(args.checked or replays, replays)
     with verifier.layer:
-        results: list[tuple[Case, Outcome]] = []
-        for case in cases(verifier.problem.max_tokens_per_rank):
-            outcome = verifier.run(case, replays=replays, checked=min(args.checked, replays))
-            results.append((case, worst_of_ranks(group, outcome)))
+        found = cases(verifier.problem.max_tokens_per_rank)
+        outcomes = verifier.run_all(found, replays=replays, checked=checked)
+        results = [(case, worst_of_ranks(place.group, own)) for case, own in zip(found, outcomes, strict=True)]
         if verifier.rank == 0:
-            _print(console, verifier, model, results)
+            _print(place.console, verifier, layer.model, results, time.perf_counter() - start)
+            for case, outcome in results if args.jsonl else ():
+                fields = case_fields(verifier, layer.model, case, outcome, args.seed)
+                append(args.jsonl, record("ep_verify", device=place.device, **fields))
     return all(outcome.met(verifier.problem.activation) for _, outcome in results)
 
 
-def _soak(
-    args: argparse.Namespace,
-    console: Any,
-    group: Any | None,
-    device: torch.device,
-    model: str,
-    form: str,
-    num_shared: int,
-) -> bool:
+def _soak(args: argparse.Namespace, place: _Place, layer: _Layer) -> bool:
     """One layer, replayed without a pause; whether every bound was met on every rank."""
-    from warpring.bench.ep_cases import FORMATS
-    from warpring.bench.ep_soak import SOAK_FORMAT, SOAK_TOKENS, Soak, soak_fields
+    from warpring.bench.ep_soak import Soak, soak_fields
     from warpring.bench.records import append, record
 
-    sizes = {"format": FORMATS.get(model, SOAK_FORMAT), "max_tokens": SOAK_TOKENS}
-    verifier = _verifier(args, group, device, model, form, num_shared, **sizes)
+    verifier = _verifier(args, place, layer)
     with verifier.layer:
-        outcome = worst_of_ranks(group, Soak(verifier, args.seed).run(args.soak, min(args.checked, args.soak)))
-        fields = soak_fields(verifier, model, outcome, args.seed)
+        own = Soak(verifier, args.seed).run(args.soak, min(args.checked or _SOAK_CHECKS, args.soak))
+        outcome = worst_of_ranks(place.group, own)
+        fields = soak_fields(verifier, layer.model, outcome, args.seed)
     if verifier.rank == 0:
-        console.print(describe(outcome, f"{model} {fields['format']}, activations {form}, shared {num_shared}"))
+        what = f"{layer.model} {fields['format']}, activations {layer.form}, shared {layer.num_shared}"
+        place.console.print(describe(outcome, what))
         if args.jsonl:
-            append(args.jsonl, record("soak", device=device, **fields))
+            append(args.jsonl, record("soak", device=place.device, **fields))
     return outcome.met()
 
 
@@ -179,7 +221,7 @@ def worst_of_ranks(group: Any | None, outcome: _Outcome) -> _Outcome:
     return outcome
 
 
-def _print(console: Any, verifier: Verifier, model: str, results: list[tuple[Case, Outcome]]) -> None:
+def _print(console: Any, verifier: Verifier, model: str, results: list[tuple[Case, Outcome]], seconds: float) -> None:
     from rich.table import Table
 
     problem, layer = verifier.problem, verifier.layer
@@ -189,12 +231,13 @@ def _print(console: Any, verifier: Verifier, model: str, results: list[tuple[Cas
     title = f"{model} {problem.format}, activations {problem.activation}, shared {problem.num_shared}"
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("tokens/rank, routing", no_wrap=True)
-    for name in ("calls", "cosine", "cosine\nFP64", "RMS\nFP64", "met"):
+    for name in ("calls", "tokens\ncompared", "cosine", "cosine\nFP64", "RMS\nFP64", "met"):
         table.add_column(name, justify="right", no_wrap=True)
     for case, outcome in results:
         table.add_row(
             str(case),
             str(outcome.replays),
+            str(outcome.tokens),
             f"{outcome.cosine:.9f}",
             f"{outcome.exact_cosine:.6f}",
             f"{outcome.exact_error:.1e}",
@@ -202,7 +245,7 @@ def _print(console: Any, verifier: Verifier, model: str, results: list[tuple[Cas
         )
     console.print(
         f"\n{title}: h{problem.hidden} i{problem.intermediate}, {problem.num_experts} experts on {problem.num_ranks} "
-        f"ranks, top-{problem.topk}, {where}",
+        f"ranks, top-{problem.topk}, {where}, {seconds:.1f} s",
         highlight=False,
     )
     for line in layer.memory.splitlines()[:1]:

@@ -108,8 +108,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> Cubin:
         CompileError: the compiler refused; the message holds its log.
         UnsupportedError: no NVRTC or cuda.core is installed.
     """
-    key = _key(spec, arch)
-    path = cache_dir() / f"{spec.entry}-{arch}-{key[:32]}.cubin"
+    path = _path(spec, arch)
     if (found := _read(path, spec, arch)) is not None:
         return found
     with _locked(path):
@@ -117,6 +116,16 @@ def compile_kernel(spec: KernelSpec, arch: str) -> Cubin:
             found = _compile(spec, arch)
             _write(path, found)
     return found
+
+
+def is_cached(spec: KernelSpec, arch: str) -> bool:
+    """Whether `compile_kernel` would find a whole cubin in the cache."""
+    return _read(_path(spec, arch), spec, arch) is not None
+
+
+def _path(spec: KernelSpec, arch: str) -> Path:
+    """Where the cache keeps a cubin."""
+    return cache_dir() / f"{spec.entry}-{arch}-{_key(spec, arch)[:32]}.cubin"
 
 
 def _sources(spec: KernelSpec) -> list[Path]:
