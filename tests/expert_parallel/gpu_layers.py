@@ -1,8 +1,11 @@
-"""Layers on real GPUs for tests: experts, tensors that a captured graph reads, and the check of its outputs."""
+"""Layers on real GPUs for tests: experts, tensors that a captured graph reads, their check, and a probe of SMs."""
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from moe_inputs import make_inputs
@@ -11,7 +14,11 @@ from warpring import Experts
 from warpring.bench.ep_cases import LEAST_COSINE
 from warpring.expert_parallel.arithmetic import run_layer
 from warpring.expert_parallel.layer import ExpertParallelDecode
+from warpring.expert_parallel.partition import Partition
 from warpring.expert_parallel.problem import Problem
+from warpring.runtime.by_value import KernelArguments, Launch
+from warpring.runtime.jit import KernelSpec
+from warpring.runtime.launch import load
 
 PROBLEM = Problem(512, 256, 16, 4, 1, 32, format="mxfp4")
 CUDA = torch.device("cuda", 0)
@@ -84,3 +91,20 @@ def captured(layer: ExpertParallelDecode, buffers: Buffers, calls: int = 1) -> t
 def bits(values: torch.Tensor) -> torch.Tensor:
     """A copy of BF16 values as integers, so that a NaN equals itself."""
     return values.view(torch.int16).clone()
+
+
+def green(layer: ExpertParallelDecode) -> bool:
+    """Whether a layer runs in Green Contexts."""
+    engine: Any = layer._turns.engine
+    partition: Partition = engine._partition
+    return partition.mode == "green"
+
+
+def probe(num_ctas: int, busy_ns: int) -> tuple[Launch, tuple[torch.Tensor, ...]]:
+    """A kernel that stays on its SMs for some time, and where it writes which and when."""
+    source = str(Path(__file__).parent / "partition_probe.cu")
+    kernel = load(KernelSpec(source, "partition_probe"), 0)
+    written = tuple(torch.zeros(num_ctas, dtype=torch.int64, device=CUDA) for _ in range(3))
+    addresses = [ctypes.c_uint64(tensor.data_ptr()) for tensor in written]
+    arguments = KernelArguments(*addresses, ctypes.c_uint64(busy_ns))
+    return Launch(kernel, num_ctas, 32, arguments), written

@@ -1,17 +1,15 @@
-"""The layer on real GPUs: graphs read back, partitions seen at work, replays, and calls that overlap."""
+"""The layer on real GPUs: graphs read back, replays, and calls that overlap."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ep_ranks import run_ranks
-from gpu_layers import CUDA, PROBLEM, Buffers, captured, device_of, drawn, experts_of
+from gpu_layers import PROBLEM, Buffers, captured, device_of, drawn, experts_of, green
 
 from warpring import ArgumentError
 from warpring.bench.ep_cases import FORMATS, Verifier, cases
@@ -19,11 +17,8 @@ from warpring.errors import PeerTimeoutError, PoisonedError, WorkspaceBusyError
 from warpring.expert_parallel.engine import EARLY_TOKENS
 from warpring.expert_parallel.experts_kernel import ctas_per_sm
 from warpring.expert_parallel.layer import ExpertParallelDecode
-from warpring.expert_parallel.partition import MODES, Partition, check_split, open_partition
+from warpring.expert_parallel.partition import MODES
 from warpring.expert_parallel.roles import EARLY_COMBINE_CTAS
-from warpring.runtime.by_value import KernelArguments, Launch
-from warpring.runtime.jit import KernelSpec
-from warpring.runtime.launch import load
 
 pytestmark = pytest.mark.gpu
 
@@ -82,13 +77,6 @@ def test_a_child_graph_replays_too(num_shared: int) -> None:
             buffers.check(experts, shared)
 
 
-def green(layer: ExpertParallelDecode) -> bool:
-    """Whether a layer runs in Green Contexts."""
-    engine: Any = layer._turns.engine
-    partition: Partition = engine._partition
-    return partition.mode == "green"
-
-
 @pytest.mark.parametrize("num_shared", [0, 1])
 @pytest.mark.parametrize("rows", [EARLY_TOKENS, EARLY_TOKENS + 1])
 def test_the_captured_graph_read_back(rows: int, num_shared: int) -> None:
@@ -124,40 +112,6 @@ def test_the_captured_graph_read_back(rows: int, num_shared: int) -> None:
         assert len(into_last) == (1 if early else 2)
         roots = {int(node) for node in kernels} - {int(target) for target in targets[:edges]}
         assert int(kernels[grids.index(role2)]) in roots
-
-
-# Partitions
-
-
-def probe(num_ctas: int, busy_ns: int) -> tuple[Launch, tuple[torch.Tensor, ...]]:
-    """A kernel that stays on its SMs for some time, and where it writes which and when."""
-    source = str(Path(__file__).parent / "partition_probe.cu")
-    kernel = load(KernelSpec(source, "partition_probe"), 0)
-    written = tuple(torch.zeros(num_ctas, dtype=torch.int64, device=CUDA) for _ in range(3))
-    addresses = [ctypes.c_uint64(tensor.data_ptr()) for tensor in written]
-    arguments = KernelArguments(*addresses, ctypes.c_uint64(busy_ns))
-    return Launch(kernel, num_ctas, 32, arguments), written
-
-
-def test_partitions_are_disjoint_and_run_at_the_same_time() -> None:
-    try:
-        partition = open_partition(0, mode="green")
-    except Exception as error:
-        pytest.skip(f"needs Green Contexts: {error}")
-    check_split(partition.split, torch.cuda.get_device_properties(0).multi_processor_count)
-    assert partition.streams is not None
-    launches = [probe(sms * 4, 2_000_000) for sms in (partition.split.comm_sms, partition.split.compute_sms)]
-    torch.cuda.synchronize()
-    for (launch, _), stream in zip(launches, partition.streams, strict=True):
-        launch.on(stream)
-    torch.cuda.synchronize()
-    (comm_sms, comm_start, comm_end), (compute_sms, compute_start, compute_end) = (written for _, written in launches)
-    assert not set(comm_sms.tolist()) & set(compute_sms.tolist())
-    assert len(set(comm_sms.tolist())) <= partition.split.comm_sms
-    assert len(set(compute_sms.tolist())) <= partition.split.compute_sms
-    assert comm_start.min() < compute_end.max()
-    assert compute_start.min() < comm_end.max()
-    partition.close()
 
 
 # What goes wrong
@@ -214,9 +168,9 @@ def verify(rank: int, name: str, num_shared: int) -> list[tuple[str, bool, float
     verifier = Verifier(name, dist.group.WORLD, device_of(rank), num_shared=num_shared, timeout=20.0)
     form = verifier.problem.activation
     with verifier.layer:
-        chosen = cases(256)[::4]
-        outcomes = [(case, verifier.run(case, replays=100, checked=5)) for case in chosen]
-    return [(str(case), outcome.met(form), outcome.cosine) for case, outcome in outcomes]
+        chosen = cases(256)
+        outcomes = verifier.run_all(chosen, replays=100, checked=100)
+    return [(str(case), outcome.met(form), outcome.cosine) for case, outcome in zip(chosen, outcomes, strict=True)]
 
 
 @pytest.mark.multi_gpu
