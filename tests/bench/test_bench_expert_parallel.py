@@ -19,6 +19,7 @@ from warpring.bench.ep_inputs import skewed
 from warpring.bench.ep_variants import SharedApart, Variant
 from warpring.bench.expert_parallel import EpBench, describe
 from warpring.bench.inputs import random_experts
+from warpring.bench.phases import Phases
 from warpring.bench.records import Record, load, validate
 from warpring.bench.shapes import LayerShape
 from warpring.errors import ArgumentError, WarpringError
@@ -144,6 +145,70 @@ def test_variant_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyP
         assert ["p50_us" in rec for rec in records] == [False, True, False]
         assert (records[0]["comm_sms"], records[2]["block_m"]) == (1, 16)
         assert "failed: no such partition" in describe(records[0])
+
+
+def measure_again(rank: int) -> tuple[list[Record], list[Record], list[str], int]:
+    """Two benches of one layer, the second on the first one's weights; what each phase was, and baseline calls."""
+    lines: list[str] = []
+    calls = 0
+    call = expert_parallel.AllToAllExpertParallel.__call__
+
+    class Counting(expert_parallel.AllToAllExpertParallel):
+        def __call__(self, *args: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return call(self, *args)
+
+    expert_parallel.AllToAllExpertParallel = Counting
+    shape = replace(SHAPE, shared_experts=1)
+    say = lines.append if rank == 0 else None
+    bench = EpBench(shape, "mxfp4", dist.group.WORLD, torch.device("cpu"), windows=1, phases=Phases(say))
+    weights = bench.weights()
+    variants = [Variant(), Variant(activation="bf16"), Variant(shared="fused")]
+    first = [rec for measured in bench.run([2, 3], variants, weights) for rec in measured]
+    second = [rec for measured in replace(bench, skew=1.5).run([2], variants[:1], weights) for rec in measured]
+    return first, second, lines, calls
+
+
+def test_weights_and_baseline_are_made_once_and_every_phase_is_told() -> None:
+    (first, second, lines, calls), (*_, silent, _) = run_ranks(measure_again, 2)
+    assert not silent
+    assert all("p50_us" in rec for rec in first + second)
+    assert (len(first), len(second)) == (6, 1)
+    assert calls == 3, "one a count of tokens, for all variants"
+    names = [line.rsplit(" ", 2)[0] for line in lines]
+    counted = [f"T={count} {what}" for count in (2, 3) for what in ("inputs", "checked", "captured", "timed")]
+    built = ["built warpring", "built warpring activation=bf16", "built warpring shared=fused"]
+    assert names == [
+        "ranks met", "peaks", "experts", "shared experts", *built, *counted,
+        "ranks met", "peaks", built[0], *counted[:4],
+    ]  # fmt: skip
+
+
+def test_weights_of_another_bench_give_the_same_cosines() -> None:
+    pairs = run_ranks(measure_twice, 2)
+    assert all(own == shared for own, shared in pairs)
+
+
+def measure_twice(rank: int) -> tuple[list[float], list[float]]:
+    """Cosines with weights of its own and with those of a bench of the same layer."""
+    bench = EpBench(SHAPE, "fp8_block", dist.group.WORLD, torch.device("cpu"), windows=1, seed=3)
+    own, shared = (bench.run([4], [Variant()], weights) for weights in (None, replace(bench, skew=1.25).weights()))
+    return [rec["cosine_min"] for (rec,) in own], [rec["cosine_min"] for (rec,) in shared]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_slowest_rank_of_each_window_counts(slow: int) -> None:
+    records = run_ranks(measure_slow, 2, slow)
+    assert [rec["p50_us"] for rec in records] == [100.0, 100.0]
+
+
+def measure_slow(rank: int, slow: int) -> Record:
+    """A record where one rank takes 100 us a call in every window, and the other 10."""
+    EpBench._window = lambda self, replay, count: (replay(), (100.0 if rank == slow else 10.0) * 8)[1]  # pyright: ignore
+    bench = EpBench(SHAPE, "fp8_block", dist.group.WORLD, torch.device("cpu"), windows=3)
+    ((rec,),) = bench.run([2], [Variant()])
+    return rec
 
 
 def test_variant_with_a_wrong_output_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ BAR_FORMATS = ("fp8_block", "mxfp4")
 EIGHTH, EIGHTH_NAME = 32, "-ep8"
 #: One knob at a time is turned on this layer.
 ABLATION_MODEL, ABLATION_FORMAT, ABLATION_TOKENS = BAR_MODELS[0], "mxfp4", (1, 8, 32, 256)
+#: An H200's driver grants 8 multiprocessors at least, and multiples of 8: of 4 it makes 8, of 12 16.
 COMM_SMS, BLOCK_SIZES, RING_BLOCKS, SKEWS = (8, 16, 24, 32), (8, 16, 32, 64), (16, 32, 64, 128), (1.25, 1.5, 2.0)
 #: What is no peer: the layer, and the baselines of the same process.
 OWN = ("warpring", "shared", "nccl")

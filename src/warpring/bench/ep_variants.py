@@ -21,6 +21,9 @@ from warpring.expert_parallel.problem import MAX_TOKENS_PER_RANK
 from warpring.experts import Experts
 from warpring.layout import pack_experts
 
+#: What our layer is compared with, beside the peers: its own kernels without overlap, and all-to-alls.
+BASELINES = ("shared", "nccl")
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -49,6 +52,19 @@ class Variant:
         """What was not left to the layer, by name."""
         names = ("comm_sms", "num_slots", "block_m", "partition")
         return "+".join(name for name in names if getattr(self, name) not in (None, "auto"))
+
+    @property
+    def name(self) -> str:
+        """For people: what runs, and what was chosen for it."""
+        names = ("comm_sms", "num_slots", "block_m", "partition", "activation", "shared")
+        usual = Variant()
+        chosen = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(usual, name)]
+        return " ".join((self.impl, *chosen))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether our kernels compute it, in whatever order."""
+        return self.impl in ("warpring", "shared")
 
     @property
     def is_peer(self) -> bool:

@@ -8,8 +8,8 @@ Variants take turns, window by window. On CPUs (gloo) the calls are run one by o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,9 @@ from warpring.bench.ep_variants import (
     routed_layer,
     shared_output,
 )
-from warpring.bench.inputs import make_routing, random_experts
+from warpring.bench.ep_weights import LayerWeights
+from warpring.bench.inputs import make_routing
+from warpring.bench.phases import Phases
 from warpring.bench.read_peak import read_peak_gbs
 from warpring.bench.records import Record, record
 from warpring.bench.shapes import LayerShape
@@ -61,6 +63,7 @@ class EpBench:
         skew: share of the pairs that falls on rank 0's experts, over an even share; 1 is even.
         seed: of weights, inputs and routings.
         windows: timed windows.
+        phases: told what takes how long; by default nobody.
     """
 
     shape: LayerShape
@@ -71,6 +74,7 @@ class EpBench:
     skew: float = 1.0
     seed: int = 0
     windows: int = WINDOWS
+    phases: Phases = field(default_factory=Phases)
 
     @property
     def num_ranks(self) -> int:
@@ -82,7 +86,21 @@ class EpBench:
         """This process's rank in the group."""
         return 0 if self.group is None else self.group.rank()
 
-    def run(self, tokens: Sequence[int], variants: Sequence[Variant]) -> Iterator[list[Record]]:
+    def weights(self) -> LayerWeights:
+        """This rank's weights of the layer, for `run`."""
+        return LayerWeights(
+            self.shape,
+            self.format,
+            self.device,
+            self.seed,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            phases=self.phases,
+        )
+
+    def run(
+        self, tokens: Sequence[int], variants: Sequence[Variant], weights: LayerWeights | None = None
+    ) -> Iterator[list[Record]]:
         """Measure; yields one record a variant for each count of tokens a rank. A collective of the group.
 
         A variant that cannot be built, that fails, or whose output is not that of the baseline costs the others
@@ -91,6 +109,8 @@ class EpBench:
         Args:
             tokens: tokens a rank, each 1 to 256.
             variants: distinct; all are built at once and stay in memory.
+            weights: from `weights` of a bench of the same layer, format, seed and group, which then need not be made
+                again; None makes them.
 
         Raises:
             ArgumentError: tokens, variants or a skew that cannot be.
@@ -99,26 +119,34 @@ class EpBench:
             raise ArgumentError(
                 f"EpBench.run: needs tokens of at least 1 and distinct variants; got {list(tokens)}, {list(variants)}."
             )
-        read_gbs, link_gbs = read_peak_gbs(self.device), self._link_gbs()
-        local = replace(self.shape, num_experts=self.shape.num_experts // self.num_ranks, topk=1)
-        experts = random_experts(local, self.format, self.device, self.seed + self.rank)
-        shared = self._shared_experts() if any(v.shared != "none" for v in variants) else None
+        weights = self.weights() if weights is None else weights
+        with self.phases("ranks met"):
+            self._barrier()
+        with self.phases("peaks"):
+            peaks = read_peak_gbs(self.device), self._link_gbs()
+        experts = weights.experts
+        shared = weights.shared if any(v.shared != "none" for v in variants) else None
         built = Built(self._everyone)
         for variant in variants:
-            built.attempt(variant, partial(self._build, variant, experts, shared, max(tokens)), keep=True)
-        reference = AllToAllExpertParallel(experts, self.group) if self.num_ranks > 1 else None
+            with self.phases(f"built {variant.name}"):
+                built.attempt(variant, partial(self._build, variant, weights, max(tokens)), keep=True)
+        checked = self.num_ranks > 1 and any(v.impl != "nccl" for v in variants)
+        reference = AllToAllExpertParallel(experts, self.group) if checked else None
         try:
             for count in tokens:
-                calls = [self._inputs(count, index) for index in range(ROUTINGS)]
-                load = self._load(calls, experts)
-                cosines = {
-                    variant: built.attempt(variant, partial(self._check, variant, layer, reference, shared, calls[0]))
-                    for variant, layer in list(built.layers.items())
-                }
-                timings = self._time(built, calls)
+                with self.phases(f"T={count} inputs"):
+                    calls = [self._inputs(count, index) for index in range(ROUTINGS)]
+                    load = self._load(calls, experts)
+                    wanted = self._wanted(reference, shared, calls[0])
+                with self.phases(f"T={count} checked"):
+                    cosines = {
+                        variant: built.attempt(variant, partial(self._check, variant, layer, wanted, calls[0]))
+                        for variant, layer in list(built.layers.items())
+                    }
+                timings = self._time(built, calls, f"T={count}")
                 for variant, layer in list(built.layers.items()):
                     built.attempt(variant, partial(raise_failure, layer))
-                common = self._common(count, load, read_gbs, link_gbs)
+                common = self._common(count, load, *peaks)
                 yield [
                     self._record(variant, built.layers[variant], load, timings[variant], cosines[variant], common)
                     if variant in built.layers
@@ -145,34 +173,24 @@ class EpBench:
             block_m=variant.block_m,
         )
 
-    def _shared_experts(self) -> Experts:
-        if not self.shape.shared_experts:
-            raise ArgumentError(
-                f"EpBench: {self.shape.name} has no shared experts; got a variant with some. Leave it out."
-            )
-        shape = replace(self.shape, num_experts=self.shape.shared_experts, topk=1, has_bias=False)
-        return random_experts(shape, "fp8_block", self.device, self.seed - 1)
-
-    def _build(self, variant: Variant, experts: Experts, shared: Experts | None, max_tokens: int) -> Layer:
+    def _build(self, variant: Variant, weights: LayerWeights, max_tokens: int) -> Layer:
+        experts = weights.experts
         if variant.is_peer:
             return PeerLayer(variant.impl, self.shape, experts, self.group)
         if variant.impl == "nccl":
-            w13, w2 = experts.dequantize(torch.bfloat16)
-            dense = Experts.from_dense(
-                w13, w2, format="bf16", activation=experts.activation,
-                w13_bias=None if experts.w13_bias is None else experts.w13_bias.flatten(1, 2), w2_bias=experts.w2_bias,
-            )  # fmt: skip
-            return AllToAllExpertParallel(dense, self.group)
+            return AllToAllExpertParallel(weights.dense(), self.group)
+        fused = variant.shared == "fused"
         layer = ExpertParallelDecode(
             self.problem(variant, max_tokens),
             self.group,
             experts,
-            shared=shared if variant.shared == "fused" else None,
+            shared=weights.shared if fused else None,
+            packed=weights.packed(variant.activation, fused=fused) if self.device.type == "cuda" else None,
             comm_sms=variant.comm_sms,
             num_slots=variant.num_slots,
             partition="sequence" if variant.impl == "shared" else variant.partition,
         )
-        return SharedApart(layer, shared) if variant.shared == "separate" and shared is not None else layer
+        return SharedApart(layer, weights.shared) if variant.shared == "separate" else layer
 
     def _inputs(self, count: int, index: int) -> Inputs:
         seed = (self.seed * ROUTINGS + index) * self.num_ranks + self.rank
@@ -206,45 +224,48 @@ class EpBench:
             skew += float(received.max() / received.float().mean())
         return Load(weight / len(calls), wire / len(calls), pairs / len(calls), skew / len(calls))
 
-    def _check(
-        self,
-        variant: Variant,
-        layer: Layer,
-        reference: AllToAllExpertParallel | None,
-        shared: Experts | None,
-        call: Inputs,
-    ) -> float | None:
-        """Lowest cosine of a token with the baseline, over all ranks; None where the variant is or has none.
+    def _wanted(
+        self, reference: AllToAllExpertParallel | None, shared: Experts | None, call: Inputs
+    ) -> dict[bool, torch.Tensor]:
+        """The baseline's output, FP64, without and with the reference path's of shared experts; {} without baseline."""
+        if reference is None:
+            return {}
+        routed = reference(call.x, call.topk_idx, call.topk_weights).double()
+        return {False: routed} | ({} if shared is None else {True: routed + shared_output(shared, call.x).double()})
 
-        Shared experts are the reference path's.
-        """
-        if reference is None or variant.impl == "nccl":
+    def _check(self, variant: Variant, layer: Layer, wanted: Mapping[bool, torch.Tensor], call: Inputs) -> float | None:
+        """Lowest cosine of a token with the baseline, over all ranks; None where the variant is or has none."""
+        if not wanted or variant.impl == "nccl":
             return None
-        wanted = reference(call.x, call.topk_idx, call.topk_weights).double()
-        if variant.shared != "none" and shared is not None:
-            wanted += shared_output(shared, call.x).double()
         got = layer(call.x, call.topk_idx, call.topk_weights).double()
-        mine = torch.nn.functional.cosine_similarity(wanted, got, dim=1).min().cpu()
+        expected = wanted[variant.shared != "none"]
+        mine = torch.nn.functional.cosine_similarity(expected, got, dim=1).min().cpu()
         lowest = float(min(self._gather(mine)))
         if not lowest >= LEAST_COSINE:
             raise WarpringError(f"cosine {lowest:.6f} with the baseline, at least {LEAST_COSINE} is asked")
         return lowest
 
-    def _time(self, built: Built, calls: Sequence[Inputs]) -> dict[Variant, Timing]:
+    def _time(self, built: Built, calls: Sequence[Inputs], what: str) -> dict[Variant, Timing]:
         order = [index % len(calls) for index in range(CALLS if self.device.type == "cuda" else len(calls))]
         replays: dict[Variant, Callable[[], object]] = {}
-        for variant, layer in list(built.layers.items()):
-            if (replay := built.attempt(variant, partial(self._replay, variant, layer, calls, order))) is not None:
-                replays[variant] = replay
+        with self.phases(f"{what} captured"):
+            for variant, layer in list(built.layers.items()):
+                if (replay := built.attempt(variant, partial(self._replay, variant, layer, calls, order))) is not None:
+                    replays[variant] = replay
         samples: dict[Variant, list[float]] = {variant: [] for variant in replays}
-        for window in range(-1, self.windows):
-            for variant, replay in replays.items():
-                self._barrier()
-                mine = self._window(replay, WARMUP if window < 0 else REPLAYS) / len(order)
-                slowest = float(max(self._gather(torch.tensor(mine))))
-                if window >= 0:
-                    samples[variant].append(slowest)
-        return {variant: percentiles(taken) for variant, taken in samples.items()}
+        with self.phases(f"{what} timed"):
+            for window in range(-1, self.windows):
+                for variant, replay in replays.items():
+                    self._barrier()
+                    mine = self._window(replay, WARMUP if window < 0 else REPLAYS) / len(order)
+                    if window >= 0:
+                        samples[variant].append(mine)
+        # The slowest rank of each window, told once: a gather a window would cost more than a short one takes.
+        ranks: list[dict[Variant, list[float]]] = self._everyone(samples)
+        return {
+            variant: percentiles([max(window) for window in zip(*(rank[variant] for rank in ranks), strict=True)])
+            for variant in replays
+        }
 
     def _replay(
         self, variant: Variant, layer: Layer, calls: Sequence[Inputs], order: Sequence[int]

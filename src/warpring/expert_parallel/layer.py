@@ -9,13 +9,14 @@ import torch
 
 from warpring.errors import ArgumentError
 from warpring.expert_parallel.call import check_out, make_call
+from warpring.expert_parallel.packing import EpPacked, image_bytes
 from warpring.expert_parallel.partition import PartitionMode, Split
 from warpring.expert_parallel.problem import Problem
 from warpring.expert_parallel.reference import GlooEngine
 from warpring.expert_parallel.turns import Engine, Handle, Turns
 from warpring.experts import Experts
 
-__all__ = ["DEFAULT_TIMEOUT", "ExpertParallelDecode", "Handle", "check_experts"]
+__all__ = ["DEFAULT_TIMEOUT", "ExpertParallelDecode", "Handle", "check_experts", "check_packed"]
 
 #: Seconds that a rank waits for its peers: a peer may compile kernels, load weights or capture graphs for minutes.
 DEFAULT_TIMEOUT = 300.0
@@ -51,6 +52,7 @@ class ExpertParallelDecode:
         experts: Experts,
         *,
         shared: Experts | None = None,
+        packed: EpPacked | None = None,
         comm_sms: int | None = None,
         num_slots: int | None = None,
         timeout: float = DEFAULT_TIMEOUT,
@@ -64,6 +66,8 @@ class ExpertParallelDecode:
             group: the ranks' process group of torch.distributed, or None for one rank alone.
             experts: this rank's own experts (see `local_experts`), on the device where the layer shall run.
             shared: the shared experts, the same on every rank, where the problem has some.
+            packed: experts and shared, packed by `pack_ep` before, for layers that share the packed weights; on a GPU
+                alone. None packs them.
             comm_sms: SMs for communication (see `plan_split`); None lets `choose_comm_sms` choose.
             num_slots: ring slots (see `plan_schedule`); None chooses.
             timeout: seconds that a rank waits for another, here and in every call.
@@ -71,7 +75,7 @@ class ExpertParallelDecode:
             child_graph: in a capture, add the call as one explicit child graph, instead of capturing its launches.
 
         Raises:
-            ArgumentError: experts that do not fit the problem.
+            ArgumentError: experts, packed or not, that do not fit the problem.
             RanksDisagreeError: on every rank, where their problems or grids differ.
             PeerTimeoutError: a rank did not come.
             UnsupportedError: this device, format or group has no such path.
@@ -80,6 +84,12 @@ class ExpertParallelDecode:
         self._check_group(group)
         self._device = experts.device
         check_experts(problem, experts, shared)
+        if packed is not None:
+            check_packed(problem, self._device, packed)
+            if self._device.type == "cpu":
+                raise ArgumentError(
+                    f"{_NAME}: packed must be None on a CPU, which takes experts as they are; got some."
+                )
         engine: Engine
         if self._device.type == "cpu":
             engine = GlooEngine(problem, group, timeout)
@@ -92,7 +102,7 @@ class ExpertParallelDecode:
         self.rank = engine.ranks.rank
         self._turns = Turns(engine)
         try:
-            self._weights = engine.pack(experts, shared)
+            self._weights = engine.pack(experts, shared) if packed is None else packed
         except BaseException:
             self._turns.close()
             raise
@@ -269,3 +279,22 @@ def _check_layer(problem: Problem, name: str, experts: Experts, count: int, form
             f"{_NAME}: {name} must have {'both biases' if has_bias else 'no biases'} as the problem says; got w13_bias "
             f"{'set' if biases[0] else 'None'}, w2_bias {'set' if biases[1] else 'None'}. Set Problem.has_bias."
         )
+
+
+def check_packed(problem: Problem, device: torch.device, packed: EpPacked) -> None:
+    """Raise ArgumentError unless a rank's packed experts are those of the problem on `device`, as far as sizes tell."""
+    images = (problem.num_local_experts, problem.num_neuron_tasks, problem.num_output_tasks)
+    wanted = {
+        "device": (packed.routed.w13.device, device),
+        "activation": (packed.activation, problem.activation),
+        "gate": (packed.gate, problem.gate),
+        "routed.format": (packed.routed.format, problem.format),
+        "routed.w13": (tuple(packed.routed.w13.shape), (*images, image_bytes(problem.format))),
+        "num_shared": (0 if packed.shared is None else len(packed.shared.w13), problem.num_shared),
+    }
+    for field, (got, value) in wanted.items():
+        if got != value:
+            raise ArgumentError(
+                f"{_NAME}: packed.{field} must be {value}; got {got}. Pack this rank's experts for "
+                "this problem (pack_ep), or leave packed out."
+            )
