@@ -183,7 +183,7 @@ def test_compared_rows_are_other_ones_in_calls_that_follow() -> None:
     assert sorted(Rows.joined(parts).x[:, 0].tolist()) == list(range(100))
 
 
-def test_each_call_is_judged_by_its_own_rows() -> None:
+def test_each_case_is_judged_by_its_own_rows() -> None:
     verifier = Verifier("h288xi96xe24xk5", None, CPU)
     inputs = verifier.inputs
     inputs.fill("uniform", 6, 1, 1)
@@ -194,7 +194,7 @@ def test_each_call_is_judged_by_its_own_rows() -> None:
     assert first.met("fp8")
     assert last.met("fp8")
     assert (first.tokens, spoilt.tokens, last.tokens) == (6, 2, 6)
-    assert absent == Outcome(1.0, 1.0, 0.0, 0, 0)
+    assert absent == Outcome(1.0, 1.0, 0.0, 0, 0, 288)
     assert spoilt.cosine < 0.999
     assert spoilt.exact_error > 2 * first.exact_error
     parts[2].y[0, 0] = torch.nan
@@ -203,6 +203,12 @@ def test_each_call_is_judged_by_its_own_rows() -> None:
 
 def test_the_worse_outcome_is_taken_field_by_field() -> None:
     assert Outcome(1.0, 0.5, 0.1, 3).worse(Outcome(0.9, 0.6, 0.2, 1)) == Outcome(0.9, 0.5, 0.2, 3)
+
+
+@pytest.mark.parametrize(("hidden", "least"), [(4096, 1 - 3e-7), (1024, 1 - 3e-7), (512, 1 - 6e-7), (128, 1 - 2.4e-6)])
+def test_the_bound_allows_narrow_rows_one_rounding_more(hidden: int, least: float) -> None:
+    assert Outcome(least + 1e-10, 1.0, 0.0, 1, 1, hidden).met("fp8")
+    assert not Outcome(least - 1e-10, 1.0, 0.0, 1, 1, hidden).met("fp8")
 
 
 def verify(rank: int) -> list[tuple[str, bool]]:

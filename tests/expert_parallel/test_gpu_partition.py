@@ -147,7 +147,8 @@ def test_without_green_contexts_two_streams_give_the_same_bits(monkeypatch: pyte
 
     def run() -> torch.Tensor:
         buffers.out.fill_(torch.nan)
-        captured(layer, buffers).replay()
+        graph = captured(layer, buffers)
+        graph.replay()
         torch.cuda.synchronize()
         layer.check()
         buffers.check(experts, None)

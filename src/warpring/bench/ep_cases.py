@@ -213,20 +213,16 @@ class Verifier:
             rows = self.rows_of(case)
             if rows not in callers:
                 callers[rows] = self._caller(rows)
-            clean.append(self._run(case, callers[rows], number * replays, replays, checked, parts))
+            clean.append(self._run(case, callers[rows], number, replays, checked, parts))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.layer.check()
-        total = len(cases) * replays
-        outcomes = self.yardstick.judge(Rows.joined(parts), total) if parts else [_PERFECT] * total
-        found: list[Outcome] = []
-        for number, whole in enumerate(clean):
-            of_case = outcomes[number * replays : (number + 1) * replays]
-            outcome = replace(_PERFECT, replays=replays) if bool(whole) else Outcome(-1.0, -1.0, torch.inf, replays)
-            for other in of_case:
-                outcome = outcome.worse(other)
-            found.append(replace(outcome, tokens=sum(other.tokens for other in of_case)))
-        return found
+        outcomes = self.yardstick.judge(Rows.joined(parts), len(cases)) if parts else [_PERFECT] * len(cases)
+        broken = Outcome(-1.0, -1.0, math.inf, replays)
+        return [
+            replace(outcome, replays=replays) if bool(whole) else outcome.worse(broken)
+            for outcome, whole in zip(outcomes, clean, strict=True)
+        ]
 
     def rows_of(self, case: Case) -> int:
         """Rows of the call that serves a case."""
@@ -234,9 +230,9 @@ class Verifier:
         return min(_FEW_ROWS if few else self.problem.max_tokens_per_rank, self.problem.max_tokens_per_rank)
 
     def _run(
-        self, case: Case, call: Callable[[], object], first: int, replays: int, checked: int, parts: list[Rows]
+        self, case: Case, call: Callable[[], object], number: int, replays: int, checked: int, parts: list[Rows]
     ) -> torch.Tensor:
-        """Replay one case, and keep rows of the calls that are compared, numbered from `first`.
+        """Replay one case, and keep rows of the calls that are compared, for case `number`.
 
         Returns:
             bool scalar on the device: whether every call wrote all of its tokens, finite values, and nothing else.
@@ -251,7 +247,7 @@ class Verifier:
             clean &= inputs.out[:num_tokens].isfinite().all() & inputs.out[num_tokens:].isnan().all()
             if num_tokens and index * checked // replays != (index + 1) * checked // replays:
                 step = -(-num_tokens // COMPARED_ROWS)
-                parts.append(inputs.rows(slice(index % step, num_tokens, step), first + index))
+                parts.append(inputs.rows(slice(index % step, num_tokens, step), number))
         return clean
 
     def _caller(self, rows: int) -> Callable[[], object]:
@@ -282,8 +278,8 @@ class Verifier:
 
     def compare(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> Outcome:
         """What the layer's outputs `y` [num_tokens, hidden] of one call are worth; waits for the device."""
-        call = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        return self.yardstick.judge(Rows(x, topk_idx, weights, y, call), 1)[0]
+        case = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return self.yardstick.judge(Rows(x, topk_idx, weights, y, case), 1)[0]
 
 
 class CaseInputs:
@@ -334,10 +330,10 @@ class CaseInputs:
         ids = scores.topk(problem.topk, dim=1).indices
         return ids % problem.num_local_experts if routing == "one rank" else ids
 
-    def rows(self, part: slice, call: int) -> Rows:
+    def rows(self, part: slice, number: int) -> Rows:
         """A copy of some rows and of what the layer gave for them."""
         x, ids, weights, y = (t[part].clone() for t in (self.x, self.topk_idx, self.topk_weights, self.out))
-        return Rows(x, ids, weights, y, torch.full((len(x),), call, dtype=torch.int64, device=x.device))
+        return Rows(x, ids, weights, y, torch.full((len(x),), number, dtype=torch.int64, device=x.device))
 
 
 _PERFECT = Outcome(1.0, 1.0, 0.0, 0)

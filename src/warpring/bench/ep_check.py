@@ -1,7 +1,7 @@
 """What outputs of expert-parallel calls are worth: against the same arithmetic done rank-locally, and against FP64.
 
-The yardstick costs hundreds of small operations for each expert, however many tokens it has. So rows of many calls are
-judged together, and each call gets its figures from its own rows.
+The yardstick costs hundreds of small operations for each expert, however many tokens it has. So rows of many cases are
+judged together, and each case gets its figures from its own rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ from warpring.expert_parallel.problem import ActivationForm, Problem
 from warpring.experts import Experts
 from warpring.reference import moe_exact
 
-#: Least cosine of a token with the same arithmetic done rank-locally, and least with FP64 of a whole call.
+#: Least cosine of a token with the same arithmetic done rank-locally, and least with FP64 of all tokens of a case.
 LEAST_COSINE = 0.9999997
 LEAST_EXACT_COSINE: dict[ActivationForm, float] = {"fp8": 0.998, "bf16": 0.9999}
+#: Width from which on LEAST_COSINE holds. In narrower rows an output that BF16 rounds the other way, because FP32 sums
+#: were added in another order, weighs more: 2^-8 of one column.
+_WIDE = 1024
 #: Rows that are judged at once, by what the yardstick holds for them: a few GiB for the largest layers.
 _AT_ONCE = 16384
+
+
+def least_cosine(hidden: int) -> float:
+    """Least cosine of a token of `hidden` columns with the same arithmetic done rank-locally."""
+    return 1.0 - (1.0 - LEAST_COSINE) * max(1.0, _WIDE / hidden)
 
 
 @dataclass(frozen=True)
@@ -29,9 +37,10 @@ class Outcome:
 
     Attributes:
         cosine: least over all compared tokens, against the same arithmetic done rank-locally.
-        exact_cosine, exact_error: of whole calls against FP64: least cosine, largest RMS relative error.
+        exact_cosine, exact_error: of all compared tokens together against FP64: cosine, RMS relative error.
         replays: calls that were made.
         tokens: compared tokens.
+        hidden: their width, which the bound of their cosines depends on.
     """
 
     cosine: float
@@ -39,10 +48,15 @@ class Outcome:
     exact_error: float
     replays: int
     tokens: int = 0
+    hidden: int = _WIDE
 
     def met(self, activation: ActivationForm) -> bool:
         """Whether both bounds hold."""
-        return self.cosine >= LEAST_COSINE and self.exact_cosine >= LEAST_EXACT_COSINE[activation]
+        return self.right() and self.exact_cosine >= LEAST_EXACT_COSINE[activation]
+
+    def right(self) -> bool:
+        """Whether the outputs are those of the same arithmetic."""
+        return self.cosine >= least_cosine(self.hidden)
 
     def worse(self, other: Outcome) -> Outcome:
         """The worse of two, field by field."""
@@ -52,29 +66,30 @@ class Outcome:
             max(self.exact_error, other.exact_error),
             max(self.replays, other.replays),
             max(self.tokens, other.tokens),
+            min(self.hidden, other.hidden),
         )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of some calls and what the layer gave for them.
+    """Tokens of some cases and what the layer gave for them.
 
     Attributes:
         x, y: BF16 [n, hidden].
         topk_idx: [n, topk], below 0 for unused slots.
         topk_weights: FP32 [n, topk].
-        call: int64 [n], the number of the call that a row belongs to.
+        case: int64 [n], the number of the case that a row belongs to.
     """
 
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     y: torch.Tensor
-    call: torch.Tensor
+    case: torch.Tensor
 
     def fields(self) -> tuple[torch.Tensor, ...]:
         """All tensors, in order."""
-        return self.x, self.topk_idx, self.topk_weights, self.y, self.call
+        return self.x, self.topk_idx, self.topk_weights, self.y, self.case
 
     @staticmethod
     def joined(parts: Sequence[Rows]) -> Rows:
@@ -114,26 +129,27 @@ class Yardstick:
             exact += moe_exact(x, self.shared, everyone, torch.ones(everyone.shape, device=x.device))
         return expected, exact
 
-    def judge(self, rows: Rows, calls: int) -> list[Outcome]:
-        """An outcome for each of the calls 0 to calls - 1; waits for the device. A call without rows is perfect."""
+    def judge(self, rows: Rows, cases: int) -> list[Outcome]:
+        """An outcome for each of the cases 0 to cases - 1; waits for the device. One without rows is perfect."""
         device = rows.x.device
-        least = torch.ones(calls, dtype=torch.float64, device=device)
-        sums = torch.zeros(4, calls, dtype=torch.float64, device=device)
+        least = torch.ones(cases, dtype=torch.float64, device=device)
+        sums = torch.zeros(4, cases, dtype=torch.float64, device=device)
         for part in rows.split(_AT_ONCE) if len(rows.x) else ():
             expected, exact = self.values(part.x, part.topk_idx, part.topk_weights)
-            least.scatter_reduce_(0, part.call, cosines(part.y, expected), "amin")
+            least.scatter_reduce_(0, part.case, cosines(part.y, expected), "amin")
             y = part.y.double()
             products = (y * exact, y * y, exact * exact, (y - exact).square())
-            sums.index_add_(1, part.call, torch.stack([product.sum(1) for product in products]))
+            sums.index_add_(1, part.case, torch.stack([product.sum(1) for product in products]))
         both, ours, theirs, off = sums
         exact_cosine = _cosine(both, ours, theirs)
         error = off.sqrt() / theirs.sqrt().clamp(min=1e-300)
         error = torch.where(error.isnan(), torch.inf, error)
-        tokens = torch.zeros(calls, dtype=torch.int64, device=device).index_add_(
-            0, rows.call, torch.ones_like(rows.call)
+        tokens = torch.zeros(cases, dtype=torch.int64, device=device).index_add_(
+            0, rows.case, torch.ones_like(rows.case)
         )
         figures = zip(least.tolist(), exact_cosine.tolist(), error.tolist(), tokens.tolist(), strict=True)
-        return [Outcome(cosine, exact, off_by, 0, count) for cosine, exact, off_by, count in figures]
+        width = self.problem.hidden
+        return [Outcome(cosine, exact, off_by, 0, count, width) for cosine, exact, off_by, count in figures]
 
 
 def cosines(y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

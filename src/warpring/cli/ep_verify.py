@@ -86,12 +86,14 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from warpring.bench.ep_cases import FORMATS
-    from warpring.bench.ep_soak import SOAK_SHAPE
+    from warpring.bench.ep_soak import SOAK_SHAPE, SOAK_SHAPE_OF_CPUS
     from warpring.bench.torchrun import process_group
     from warpring.cli.bench import choose_device, parse_list
 
     known = tuple(FORMATS) if args.soak is None else (SOAK_SHAPE, *FORMATS)
-    models = parse_list("--model", args.model or ",".join(known if args.soak is None else known[:1]), known)
+    device = choose_device(args.device)
+    soaked = SOAK_SHAPE if device.type == "cuda" else SOAK_SHAPE_OF_CPUS
+    models = parse_list("--model", args.model or (",".join(FORMATS) if args.soak is None else soaked), known)
     forms = parse_list("--activation", args.activation, ("fp8", "bf16"))
     shared = [int(count) for count in parse_list("--shared", args.shared, tuple(map(str, range(9))))]
     counts = (args.checked, args.replays, args.soak, args.max_tokens)
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         for model in models
     ]
     work = _verify if args.soak is None else _soak
-    with process_group(choose_device(args.device)) as (group, device):
+    with process_group(device) as (group, device):
         place = _Place(group, device, Console(soft_wrap=True))
         _compile(args, place, layers)
         return 0 if all([work(args, place, layer) for layer in layers]) else 1
