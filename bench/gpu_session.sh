@@ -18,6 +18,7 @@
 #
 # On two GPUs, where asked for by name (a layer of 256 experts and all its rows takes about a minute):
 # ep_bar, ep_ablation               expert_parallel.jsonl: the rows of the bar, one knob at a time
+# ep_verify                         ep_verify.jsonl: 20 cases of each of 28 layers, 100 replays each, all compared
 # ep_soak                           soak.jsonl: 10,000 replays back to back of each form
 #
 # Minutes are estimates until a run has confirmed them. A step's output is in build/gpu_session/STEP.log. A step that
@@ -28,7 +29,7 @@ cd "$(dirname "$0")/.."
 
 ALL=(compile decode peers end_to_end ncu classical grouped shared accuracy)
 declare -A SHARE=([compile]=30 [decode]=180 [peers]=100 [end_to_end]=180 [ncu]=160 [classical]=90 [grouped]=150 [shared]=60 [accuracy]=60
-  [ep_bar]=400 [ep_ablation]=300 [ep_soak]=90)
+  [ep_bar]=400 [ep_ablation]=300 [ep_verify]=150 [ep_soak]=70)
 STATE="${STATE:-build/gpu_session}"
 RESULTS="${RESULTS:-bench/results}"
 if [ -z "${PYTHON:-}" ]; then PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
@@ -39,7 +40,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --within) within="$2"; shift ;;
     --again) again=yes ;;
-    -h | --help) sed -n '2,28s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,29s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *)
       if [ -z "${SHARE[$1]:-}" ]; then echo "no step is called '$1'; there are: ${ALL[*]}" >&2; exit 2; fi
       steps+=("$1") ;;
@@ -64,6 +65,8 @@ run_step() {
     ep_bar | ep_ablation)
       "$PYTHON" -m torch.distributed.run --nproc-per-node 2 bench/expert_parallel.py "${1#ep_}" \
         --output "$RESULTS/expert_parallel.jsonl" --time-budget "$budget" ;;
+    ep_verify)
+      "$PYTHON" -m torch.distributed.run --nproc-per-node 2 -m warpring ep-verify --jsonl "$RESULTS/ep_verify.jsonl" ;;
     ep_soak)
       "$PYTHON" -m torch.distributed.run --nproc-per-node 2 -m warpring ep-verify --soak 10000 \
         --jsonl "$RESULTS/soak.jsonl" ;;

@@ -63,13 +63,14 @@ def test_all_steps_run_in_order_into_one_folder(session: Session, tmp_path: Path
 
 
 def test_steps_of_two_gpus_run_where_they_are_asked_for(session: Session, tmp_path: Path) -> None:
-    code, out = session.run("--within", "500", "ep_bar", "ep_ablation", "ep_soak")
+    code, out = session.run("--within", "500", "ep_bar", "ep_ablation", "ep_verify", "ep_soak")
     assert code == 0, out
     run = "-m torch.distributed.run --nproc-per-node 2"
     called = [re.sub(r"--time-budget \d+", "--time-budget N", line) for line in session.called()]
     assert called == [
         f"{run} bench/expert_parallel.py bar --output {tmp_path}/results/expert_parallel.jsonl --time-budget N",
         f"{run} bench/expert_parallel.py ablation --output {tmp_path}/results/expert_parallel.jsonl --time-budget N",
+        f"{run} -m warpring ep-verify --jsonl {tmp_path}/results/ep_verify.jsonl",
         f"{run} -m warpring ep-verify --soak 10000 --jsonl {tmp_path}/results/soak.jsonl",
     ]
 

@@ -25,6 +25,7 @@ from warpring.bench.ep_points import (
     layer_of,
     points,
 )
+from warpring.bench.ep_verified import ep_soak, ep_verified
 from warpring.bench.markdown import DASH, NOT_MEASURED, markdown, provenance
 from warpring.bench.records import Record
 
@@ -216,4 +217,6 @@ EP_TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "ep-bar": ep_bar,
     "ep-ablation": ep_ablation,
     "ep-predicted": ep_predicted,
+    "ep-verified": ep_verified,
+    "ep-soak": ep_soak,
 }
