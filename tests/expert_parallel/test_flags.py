@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from warpring.expert_parallel import flags
+from warpring.expert_parallel.workspace import EpParams, EpState
 from warpring.runtime.jit import KERNEL_DIR
 
 DOCS = Path(__file__).parents[2] / "docs" / "sync.md"
@@ -46,6 +47,18 @@ def test_every_flag_has_its_record() -> None:
     for name, record in records().items():
         for part in ("writer", "reader", "reset", "proof", "test"):
             assert re.search(rf"^{part} +\S", record, re.M), f"{name}: no {part}"
+
+
+def test_every_word_that_kernels_hand_each_other_is_in_a_record() -> None:
+    """All of the layer's state, of the symmetric signals and of the ring's, as the structs have them."""
+    text = "\n".join(records().values())
+    signals = [name.removeprefix("gmem_").removesuffix("_offset") for name, _ in EpParams._fields_[1:]]
+    carriers = {"rows", "partials", "ring_info", "ring_x", "ring_x_scale", "ring_act", "ring_act_scale", "state"}
+    numbers = {"meta_bytes", "row_bytes", "timeout_ns", "max_tokens", "num_slots", "max_blocks", "comm_ctas"}
+    numbers |= {"compute_ctas", "lag", "pinned_error"}
+    handed = {*signals, *(name for name, _ in EpState._fields_)} - carriers - numbers
+    assert handed >= {"arrived", "done", "meta", "plan", "l1_full", "tickets", "busy", "poison", "combine_done"}
+    assert [name for name in sorted(handed) if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_proofs_and_tests_that_records_name_exist() -> None:
