@@ -309,12 +309,20 @@ MUTATIONS = {
         "",
     ),
     "dot products added before they are there": (
-        "named_barrier_sync(kConsumerBarrier, kConsumerThreads);\n        bool sums_up",
-        "bool sums_up",
+        "named_barrier_sync(kConsumerBarrier, kConsumerThreads);\n            sum_up",
+        "sum_up",
     ),
-    "dot products added before it is known whose part is the last": (
-        "named_barrier_sync(kConsumerBarrier, kConsumerThreads);\n            sums_up",
-        "sums_up",
+    "dot products written over those that are not added": (
+        "kConsumerThreads);\n            named_barrier_sync(kConsumerBarrier, kConsumerThreads);",
+        "kConsumerThreads);",
+    ),
+    "a part counted before its dot products are there": (
+        "wait_warp(smem.barriers.left[queue.stage], queue.parity);",
+        "",
+    ),
+    "parts added up by the first, not the last": (
+        "__shfl_sync(kFull, before, 0) == kParts - 1",
+        "__shfl_sync(kFull, before, 0) == 0",
     ),
     "flags cleared while others look at them": ("== gridDim.x * kStagers - 1", ">= 0"),
     "a barrier arrived at before all lanes have read": (

@@ -57,7 +57,7 @@ ODD_SIZES = [
     (14336, 14336, 8, 2),
 ]
 #: Both sides of what each kernel takes.
-PAIRS = [1, 32, 33, 128, 129, MAX_PAIRS]
+PAIRS = [1, 32, 33, 128, 129, 256, 257, MAX_PAIRS]
 
 
 @pytest.mark.parametrize("arch", TESTED_ARCHS)
@@ -65,7 +65,7 @@ PAIRS = [1, 32, 33, 128, 129, MAX_PAIRS]
 def test_kernels_compile_within_their_budget(format: str, arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
     sizes = Sizes(format, *QWEN)
-    for num_pairs in (32, 128, MAX_PAIRS):
+    for num_pairs in (32, 128, 256, MAX_PAIRS):
         spec = kernel_spec(sizes, torch.int64, "silu", config_for(sizes, num_pairs))
         cubin = compile_kernel(spec, arch)
         assert cubin.registers <= 128
@@ -101,7 +101,7 @@ def test_sources_refuse_a_size_that_is_too_small_for_them(macro: str, less: int)
 @pytest.mark.parametrize("shape", [QWEN, *ODD_SIZES], ids=str)
 def test_configuration_serves_its_pairs_and_fits(shape: tuple[int, int, int, int], format: str) -> None:
     sizes = Sizes(format, *shape)
-    for num_pairs, most in zip(PAIRS, (32, 32, 128, 128, MAX_PAIRS, MAX_PAIRS), strict=True):
+    for num_pairs, most in zip(PAIRS, (32, 32, 128, 128, 256, 256, MAX_PAIRS, MAX_PAIRS), strict=True):
         config = config_for(sizes, num_pairs)
         assert config.pairs == most
         assert smem_bytes(sizes, config) <= CTA_SMEM_BYTES
@@ -136,24 +136,39 @@ def test_rows_that_do_not_fit_shared_memory_are_refused_by_name(shape: tuple[int
 
 def test_long_rows_take_fewer_pairs_at_once() -> None:
     """What no kernel of the largest class has shared memory for goes in more launches, and is precompiled so."""
-    ordinary, long_rows = Sizes("mxfp8", 2048, 768, 128, 8), Sizes("mxfp8", 6144, 16384, 8, 2)
-    assert (most_pairs(ordinary), most_pairs(long_rows)) == (MAX_PAIRS, 128)
+    ordinary, long_rows = Sizes("mxfp8", 2048, 768, 128, 8), Sizes("mxfp8", 2048, 16384, 8, 2)
+    assert (most_pairs(ordinary), most_pairs(long_rows)) == (MAX_PAIRS, 256)
     with pytest.raises(UnsupportedError, match="fit shared memory"):
-        config_for(long_rows, 129)
-    assert len(all_specs(ordinary, torch.int64, "silu")) == 3
-    assert len(all_specs(long_rows, torch.int64, "silu")) == 2
+        config_for(long_rows, 257)
+    assert len(all_specs(ordinary, torch.int64, "silu")) == 4
+    assert len(all_specs(long_rows, torch.int64, "silu")) == 3
     with pytest.raises(UnsupportedError, match="fit shared memory"):
         most_pairs(Sizes("mxfp8", 8192, 28672, 8, 2))
 
 
 @pytest.mark.parametrize(
     ("hidden", "num_sms", "parts"),
-    [(2048, 132, 1), (2112, 132, 1), (7168, 132, 2), (2560, 132, 4), (2880, 132, 5), (64, 132, 8), (160, 3, 2)],
+    [
+        (2048, 132, 1),
+        (2112, 132, 1),
+        (2144, 132, 4),
+        (7168, 132, 1),
+        (2560, 132, 2),
+        (2880, 132, 2),
+        (64, 132, 8),
+        (160, 3, 1),
+    ],
 )
 def test_experts_of_a_panel_are_dealt_out_where_panels_alone_leave_multiprocessors_idle(
     hidden: int, num_sms: int, parts: int
 ) -> None:
-    assert config_for(Sizes("mxfp8", hidden, 64, 8, 2), 1, num_sms).parts == parts
+    sizes = Sizes("mxfp8", hidden, 64, 8, 2)
+    assert {config_for(sizes, pairs, num_sms).parts for pairs in (1, 32, 33, 256)} == {parts}
+
+
+@pytest.mark.parametrize(("hidden", "parts"), [(2048, 1), (2112, 1), (2144, 4), (4096, 2), (7168, 2), (64, 8)])
+def test_the_largest_launches_cut_panels_where_a_multiprocessor_has_several(hidden: int, parts: int) -> None:
+    assert config_for(Sizes("mxfp8", hidden, 64, 8, 2), 257).parts == parts
 
 
 def test_tile_needs_packed_experts_and_packed_experts_need_tile() -> None:

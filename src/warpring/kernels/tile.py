@@ -44,7 +44,7 @@ _SPLITS_4_BIT = (4, 5, 3, 6, 7, 8, 9, 2, 1)
 _MOST_SPLIT_OF_TWO_TEAMS = 5
 #: Rows of x that are staged where there is room: two tiles.
 _COLUMNS = 16
-_PAIR_CLASSES = (32, 128, MAX_PAIRS)
+_PAIR_CLASSES = (32, 128, 256, MAX_PAIRS)
 #: Records of a block of scales: their scales are requested before the wait for the weights.
 _SCALE_BLOCK = 4
 _QUEUE = 8
@@ -52,6 +52,8 @@ _PRODUCERS, _STAGERS, _FINISHERS, _FLAG_RAISERS = 2, 3, 2, 1
 _TILE_COLUMNS = 8
 _MOST_STAGES = 16
 _MOST_PARTS = 8
+#: Share of the multiprocessors that the last round of panels of down keeps busy, at least.
+_FULL_ENOUGH = 0.8
 _LEAST_RING = 72 * 1024
 #: Dot products of down of so many bytes have shared memory of their own.
 _DOTS_APART = 8 * 1024
@@ -171,7 +173,7 @@ def smem_bytes(sizes: Sizes, config: Config) -> int:
     items = _STAGERS * consumers
     dots = 64 * (config.pairs if config.parts == 1 else 1)
     barriers = 8 * (2 * config.stages * (config.teams + consumers) + 5 * _QUEUE + 1 + 2 * items + 2 * shares)
-    lists = (16 + 4 * _STAGERS) * _QUEUE + 8 * items + 4
+    lists = (16 + 4 * _STAGERS) * _QUEUE + 8 * items
     entries = _entries(sizes, config)
     routing = 4 * config.pairs + 2 * (2 * entries + 1) + 4 * (sizes.num_experts + sizes.num_shared)
     routing += 4 * _warps(sizes, config) + 8
@@ -183,7 +185,7 @@ def smem_bytes(sizes: Sizes, config: Config) -> int:
 
 def shared_bytes(sizes: Sizes, config: Config) -> int:
     """sizeof(Shared) of tile_smem.cuh."""
-    return 4 * (2 + _entries(sizes, config) + sizes.hidden // 16)
+    return 4 * (2 + _entries(sizes, config) + _FINISHERS * (sizes.hidden // 16))
 
 
 @lru_cache(maxsize=4096)
@@ -195,7 +197,7 @@ def config_for(sizes: Sizes, num_pairs: int, num_sms: int = NUM_SMS) -> Config:
     """
     pairs = next(n for n in _PAIR_CLASSES if num_pairs <= n)
     teams = 2 if sizes.has_4_bit_codes and sizes.split <= _MOST_SPLIT_OF_TWO_TEAMS else 1
-    parts = _parts(sizes.hidden // 16, num_sms)
+    parts = _parts(sizes.hidden // 16, num_sms, pairs)
     stage = teams * (sizes.split * (sizes.gate_up_run * sizes.record_bytes + 16) + 16)
     for columns in range(_COLUMNS, 0, -1):
         config = Config(teams, columns, 1, pairs, parts)
@@ -213,14 +215,19 @@ def config_for(sizes: Sizes, num_pairs: int, num_sms: int = NUM_SMS) -> Config:
     )
 
 
-def _parts(panels: int, num_sms: int) -> int:
-    """Into how many parts the experts of a down panel are cut, so that the last round of work is nearly full."""
+def _parts(panels: int, num_sms: int, pairs: int) -> int:
+    """Into how many parts the experts of a down panel are cut: more cost more rounds of a CTA's consumers.
+
+    As few as leave hardly a multiprocessor idle in the last round of work; and two where a multiprocessor has several
+    panels of the largest launches: each takes long, and CTAs would end far apart.
+    """
 
     def efficiency(parts: int) -> float:
         work = panels * parts
         return work / (ceil_div(work, num_sms) * num_sms)
 
-    return next((n for n in range(1, _MOST_PARTS) if efficiency(n) >= 0.95), _MOST_PARTS)
+    fewest = next((n for n in range(1, _MOST_PARTS) if efficiency(n) >= _FULL_ENOUGH), _MOST_PARTS)
+    return max(fewest, 2) if pairs == MAX_PAIRS and panels > num_sms else fewest
 
 
 @lru_cache(maxsize=4096)

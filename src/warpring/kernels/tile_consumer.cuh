@@ -1,6 +1,7 @@
-// tile_consumer.cuh   Multiplies: shares of gate_up panels, whole panels of down, and the sum over slots.
+// tile_consumer.cuh   Multiplies: shares of gate_up panels, whole panels of down.
 #pragma once
 #include "sync_ptx.cuh"
+#include "tile_outputs.cuh"
 #include "tile_stager.cuh"
 
 constexpr int kConsumerBarrier = 1;
@@ -190,37 +191,11 @@ struct Consumer {
             arrive_warp(smem.barriers.item_done[item]);
         }
         items += part.last - part.first;
-        named_barrier_sync(kConsumerBarrier, kConsumerThreads);
-        bool sums_up = true;
-        if constexpr (kParts > 1) {
-            if (threadIdx.x == 0) {
-                uint32_t* gmem_parts_done = &args.gmem_shared->parts_done[panel];
-                smem.is_last = atom_add_acq_rel_gpu_u32(gmem_parts_done, 1) == kParts - 1;
-                if (smem.is_last) *gmem_parts_done = 0;
-            }
+        // With parts a finisher adds the panel up, and its consumers go on with the next unit.
+        if constexpr (kParts == 1) {
             named_barrier_sync(kConsumerBarrier, kConsumerThreads);
-            sums_up = smem.is_last;
-        }
-        if (sums_up) sum_up(panel);
-        named_barrier_sync(kConsumerBarrier, kConsumerThreads);
-    }
-
-    // The outputs of a panel, slot by slot.
-    __device__ __forceinline__ void sum_up(int panel) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < args.num_tokens * 16; i += kConsumerThreads) {
-            const int token = i / 16, row = i % 16;
-            float y = 0.f;
-            // No branch, so that the loads of several slots are on their way at once.
-#pragma unroll 8
-            for (int slot = 0; slot < kSlots; ++slot) {
-                const int pair = token * kSlots + slot;
-                const float dot = kParts == 1 ? smem.partial.dots[pair][row]
-                                              : ld_routing(args.gmem_dots + int64_t(pair) * kHidden + panel * 16 + row);
-                const float sum = fmaf(smem.weights[pair], dot, y);
-                y = smem.routing.ids[pair] == kUnused ? y : sum;
-            }
-            args.gmem_out[token * args.out_stride + panel * 16 + row] = cvt_f32_bf16(y);
+            sum_up<16 / kQuad>(smem, args, panel, 0, threadIdx.x, kConsumerThreads);
+            named_barrier_sync(kConsumerBarrier, kConsumerThreads);
         }
     }
 
@@ -235,7 +210,7 @@ struct Consumer {
                 weight = ld_routing(args.gmem_shared_weights + token * args.shared_weights_stride);
             smem.weights[p] = weight;
         }
-        // Seen by all consumers behind the barrier that ends a panel of down.
+        // Seen by all consumers behind the barrier that ends a panel of down, and by finishers behind `left`.
     }
 
     __device__ __forceinline__ void run() {

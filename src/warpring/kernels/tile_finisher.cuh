@@ -1,8 +1,8 @@
-// tile_finisher.cuh   The shares of gate_up become activations, and flags say so.
+// tile_finisher.cuh   The shares of gate_up become activations, and flags say so; parts of down become outputs.
 #pragma once
 #include "activation.cuh"
 #include "sync_ptx.cuh"
-#include "tile_smem.cuh"
+#include "tile_outputs.cuh"
 
 // What finishing one neuron takes.
 struct Neuron {
@@ -77,6 +77,22 @@ struct Finisher {
         }
     }
 
+    // A unit of a panel that other CTAs have parts of too. Who comes last adds all up: each finisher half of the rows,
+    // with a counter of its own, so that they need not wait for each other.
+    __device__ __forceinline__ void down(int panel, const Turn<kQueue>& queue) {
+        constexpr int kRows = 16 / kFinishers;
+        wait_warp(smem.barriers.left[queue.stage], queue.parity);  // the dot products of all consumers
+        uint32_t before = 0;
+        if (lane == 0) {
+            uint32_t* gmem_parts_done = &args.gmem_shared->parts_done[panel][finisher];
+            before = atom_add_acq_rel_gpu_u32(gmem_parts_done, 1);
+            if (before == kParts - 1) *gmem_parts_done = 0;
+        }
+        __syncwarp();  // all lanes see what the first has acquired
+        if (__shfl_sync(kFull, before, 0) == kParts - 1)
+            sum_up<kRows / kQuad>(smem, args, panel, finisher * kRows, lane, kLanes);
+    }
+
     __device__ __forceinline__ void run() {
         Turn<kQueue> queue;
         int panels = 0;
@@ -84,7 +100,10 @@ struct Finisher {
             wait(smem.barriers.posted[queue.stage], queue.parity);
             const Group group = smem.group[queue.stage];
             if (group.entry == kEnd) return;
-            if (group.entry >= 0) gate_up(group, panels);
+            if (group.entry >= 0)
+                gate_up(group, panels);
+            else if (kParts > 1)
+                down(group.first % kDownPanels, queue);
             panels += group.count;
             arrive_warp(smem.barriers.activated[queue.stage]);
             arrive_warp(smem.barriers.done[queue.stage]);

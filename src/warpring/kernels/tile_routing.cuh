@@ -3,10 +3,12 @@
 // Compile-time parameters (macros set by kernels/tile.py, one cubin each):
 //   WARPRING_FORMAT        a policy of tile_formats.cuh
 //   WARPRING_HIDDEN, WARPRING_INTERMEDIATE, WARPRING_TOPK, WARPRING_EXPERTS
-//   WARPRING_SHARED        shared experts, which every token wants: ids WARPRING_EXPERTS and on, slots WARPRING_TOPK
-//   and on WARPRING_INDEX         int32_t or int64_t, the type of topk_idx WARPRING_PAIRS         (token, slot) pairs
-//   that a launch may have WARPRING_MAX_COLUMNS   pairs of an expert that are multiplied at once WARPRING_WARPS warps
-//   of a CTA
+//   WARPRING_SHARED        shared experts, which every token wants: ids WARPRING_EXPERTS and on, slots WARPRING_TOPK and
+//                          on
+//   WARPRING_INDEX         int32_t or int64_t, the type of topk_idx
+//   WARPRING_PAIRS         (token, slot) pairs that a launch may have
+//   WARPRING_MAX_COLUMNS   pairs of an expert that are multiplied at once
+//   WARPRING_WARPS         warps of a CTA
 // The last three change no bit of the result.
 #pragma once
 #include "ptx.cuh"

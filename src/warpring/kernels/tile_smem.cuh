@@ -132,7 +132,6 @@ struct Smem {
     Barriers barriers;
     Group group[kQueue];
     int32_t columns_of_group[kStagers][kQueue], item_slot[kItems], columns_of_item[kItems];
-    int32_t is_last;
     Routing routing;
 };
 static_assert(sizeof(Smem) <= WARPRING_SMEM_BYTES, "kernels/tile.py computes the same size");
@@ -142,7 +141,7 @@ struct Shared {
     uint32_t ticket;                    // next piece of work
     uint32_t finished;                  // CTAs that look at `done` no longer
     uint32_t panels_done[kMaxEntries];  // of gate_up, by entry
-    uint32_t parts_done[kDownPanels];   // with kParts > 1
+    uint32_t parts_done[kDownPanels][kFinishers];  // with kParts > 1
 };
 static_assert(sizeof(Shared) <= WARPRING_SHARED_BYTES, "kernels/tile.py reserves the same size");
 
