@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from warpring import UnsupportedError
+from warpring.cli import build_parser
 from warpring.expert_parallel import facts
 from warpring.runtime.green import SmLimits
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as one that torchrun did not start."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +62,54 @@ def test_green_contexts_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compute SMs must be at least 32" in facts.green_contexts(0)
 
 
+@pytest.mark.parametrize(
+    ("environment", "num_gpus", "ranks", "start"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 0, 2, "torchrun --nproc-per-node 2 -m"),
+        ({"WORLD_SIZE": "4"}, 8, 4, "torchrun --nproc-per-node 4 -m"),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 8, 16, "torchrun, with the options of this start, -m"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, 1, 2, "torchrun, with the options of this start, -m"),
+        ({}, 8, 8, "torchrun --nproc-per-node 8 -m"),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, 2, 2, "torchrun --nproc-per-node 2 -m"),
+        ({"WORLD_SIZE": "many"}, 2, 2, "torchrun --nproc-per-node 2 -m"),
+    ],
+)
+def test_several_ranks_are_said_to_be_untried_and_what_tries_them(
+    environment: dict[str, str], num_gpus: int, ranks: int, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone(monkeypatch)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    text = facts.rendezvous(num_gpus)
+    assert text is not None
+    assert text.startswith(f"not tried: whether {ranks} ranks meet ")
+    assert start in text
+
+
+def test_commands_that_doctor_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    quoted = re.findall(r"-m warpring ([^']+)'", facts.rendezvous(2) or "")
+    assert [build_parser().parse_args(words.split()).command for words in quoted] == ["ep-verify", "ep-bench"]
+
+
+def test_one_rank_has_no_one_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    for world in (None, "1", "", "-2"):
+        if world is not None:
+            monkeypatch.setenv("WORLD_SIZE", world)
+        assert [facts.rendezvous(num_gpus) for num_gpus in (0, 1)] == [None, None]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where no GPU is; found one")
-def test_without_a_gpu_the_cpu_ranks_remain() -> None:
+def test_ranks_of_torchrun_need_no_gpu_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "whether 3 ranks meet" in dict(facts.facts())["rendezvous"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where no GPU is; found one")
+def test_without_a_gpu_the_cpu_ranks_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
     assert dict(facts.facts()) == {
         "CPU ranks": "yes, through gloo",
         "GPU ranks": "none: no GPU; the reference runs on CPU ranks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -14,12 +15,14 @@ _PROBE_BYTES = 1 << 20
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """(label, text) of ranks on CPUs, peer access, symmetric memory and Green Contexts."""
+    """(label, text) of CPU ranks, of what ranks were not tried at, of peer access, symmetric memory, Green Contexts."""
     yield "CPU ranks", _gloo()
-    if not torch.cuda.is_available():
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (text := rendezvous(count)) is not None:
+        yield "rendezvous", text
+    if not count:
         yield "GPU ranks", "none: no GPU; the reference runs on CPU ranks"
         return
-    count = torch.cuda.device_count()
     yield "peer access", peer_access(count)
     yield "symmetric mem.", _symmetric_memory()
     for index in range(count):
@@ -35,6 +38,29 @@ def peer_access(count: int) -> str:
     if not cut:
         return f"all {count} GPUs reach each other"
     return f"missing from {', '.join(f'{a} to {b}' for a, b in cut[:6])}{' and more' if len(cut) > 6 else ''}"
+
+
+def rendezvous(num_gpus: int) -> str | None:
+    """What facts of one process leave open where there are several ranks, and which commands try it; else None.
+
+    Ranks are those of torchrun that this process is one of (WORLD_SIZE), or else one a GPU.
+    """
+    world, local = (_count(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    ranks = world if world > 1 else num_gpus
+    if ranks < 2:
+        return None
+    several_hosts = world > 1 and 0 < local < world
+    start = "torchrun, with the options of this start," if several_hosts else f"torchrun --nproc-per-node {ranks}"
+    return (
+        f"not tried: whether {ranks} ranks meet and exchange tokens ('{start} -m warpring ep-verify --soak 10' tries "
+        "it), and how fast (likewise '-m warpring ep-bench' times a layer)"
+    )
+
+
+def _count(variable: str) -> int:
+    """The count in an environment variable; 0 where it holds none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def green_contexts(index: int) -> str:
@@ -56,7 +82,7 @@ def _symmetric_memory() -> str:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         symmetric_memory.empty(_PROBE_BYTES, dtype=torch.uint8, device=torch.device("cuda", 0))
-        return f"yes, backend {symmetric_memory.get_backend(torch.device('cuda', 0))}"
+        return f"yes, one rank allocates it, backend {symmetric_memory.get_backend(torch.device('cuda', 0))}"
     except (ImportError, AttributeError, RuntimeError) as error:
         return f"no: {' '.join(str(error).split())[:200]}"
 
