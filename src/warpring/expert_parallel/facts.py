@@ -15,7 +15,7 @@ _PROBE_BYTES = 1 << 20
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """(label, text) of CPU ranks, of what ranks were not tried at, of peer access, symmetric memory, Green Contexts."""
+    """(label, text) of CPU ranks, what was not tried of ranks, peer access, symmetric memory and Green Contexts."""
     yield "CPU ranks", _gloo()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (text := rendezvous(count)) is not None:
