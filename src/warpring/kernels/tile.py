@@ -37,7 +37,9 @@ _POLICIES = {
     "nvfp4": "TileNvfp4",
 }
 #: Warps that may share a panel's columns, the best first; of those that divide them evenly the one with the largest
-#: units. A panel of 4-bit codes is half as long: fewer warps, each with more of it, spend less on what a panel costs.
+#: units, but of so many warps at least where any are. A panel of 4-bit codes is half as long: fewer warps, each with
+#: more of it, spend less on what a panel costs.
+_FEWEST_WARPS = 4
 _SPLITS = (8, 9, 7, 10, 6, 5, 4, 11, 12, 3, 2, 1)
 _SPLITS_4_BIT = (4, 5, 3, 6, 7, 8, 9, 2, 1)
 #: More warps would leave each fewer registers than it needs.
@@ -94,8 +96,8 @@ class Sizes:
     @property
     def split(self) -> int:
         """Warps that share the columns of a gate_up panel evenly. Decides the order of sums."""
-        splits = _SPLITS_4_BIT if self.has_4_bit_codes else _SPLITS
-        return max((n for n in splits if self.hidden // 32 % n == 0), key=self._unit)
+        even = [n for n in (_SPLITS_4_BIT if self.has_4_bit_codes else _SPLITS) if self.hidden // 32 % n == 0]
+        return max([n for n in even if n >= _FEWEST_WARPS] or even, key=self._unit)
 
     @property
     def gate_up_run(self) -> int:
@@ -161,6 +163,11 @@ def _warps(sizes: Sizes, config: Config) -> int:
     return sizes.split * config.teams + _PRODUCERS + _STAGERS + _FINISHERS + _FLAG_RAISERS
 
 
+def _most_panels(config: Config) -> int:
+    """Panels that a unit of down may have: as many as have their dot products apart, 4 at most, without parts."""
+    return max(1, min(4, _DOTS_APART // (64 * config.pairs))) if config.parts == 1 else 1
+
+
 def _round_up(num_bytes: int, multiple: int) -> int:
     return ceil_div(num_bytes, multiple) * multiple
 
@@ -171,7 +178,7 @@ def smem_bytes(sizes: Sizes, config: Config) -> int:
     shares = 2 * _FINISHERS
     consumers = sizes.split * config.teams
     items = _STAGERS * consumers
-    dots = 64 * (config.pairs if config.parts == 1 else 1)
+    dots = 64 * (_most_panels(config) * config.pairs if config.parts == 1 else 1)
     barriers = 8 * (2 * config.stages * (config.teams + consumers) + 5 * _QUEUE + 1 + 2 * items + 2 * shares)
     lists = (16 + 4 * _STAGERS) * _QUEUE + 8 * items
     entries = _entries(sizes, config)

@@ -15,7 +15,8 @@ struct Consumer {
     Turn<kShares> shares, other_shares;  // of the finisher of the next own panel, and of the one after that
     int panels = 0;                      // of gate_up so far
     Turn<kStages> down_ring;
-    int items = 0;  // panels of down so far
+    int items = 0;    // of down so far
+    int at_once = 1;  // panels of a unit of down
 
     __device__ __forceinline__ Consumer(Smem& s, const Args& a, int w, int l) : smem(s), args(a), warp(w), lane(l) {}
 
@@ -115,7 +116,8 @@ struct Consumer {
     }
 
     template <int kTiles>
-    __device__ __forceinline__ void down_panel(int stager, int slot, const Wanted& wanted, int panel) {
+    __device__ __forceinline__ void down_panel(int stager, int slot, const Wanted& wanted, int panel,
+                                               int panel_of_unit) {
         const int g = lane / 4, q = lane % 4, row = panel * 16 + g;
         float low_scale = args.gmem_w2_matrix_scale[wanted.expert], high_scale = low_scale, low_bias = 0.f,
               high_bias = 0.f;
@@ -166,35 +168,34 @@ struct Consumer {
                 const int column = t * kColumns + q * 2 + c;
                 if (column >= wanted.count) continue;
                 const int pair = wanted.smem_pairs[column];
-                float* dots =
-                    kParts == 1 ? smem.partial.dots[pair] : args.gmem_dots + int64_t(pair) * kHidden + panel * 16;
+                float* dots = kParts == 1 ? smem.partial.dots[panel_of_unit * kMaxPairs + pair]
+                                          : args.gmem_dots + int64_t(pair) * kHidden + panel * 16;
                 dots[g] = fmaf(sums.total(t, c), low_scale, low_bias);
                 dots[g + 8] = fmaf(sums.total(t, 2 + c), high_scale, high_bias);
             }
         }
     }
 
-    __device__ __forceinline__ void down(int unit) {
-        const int panel = unit % kDownPanels;
-        const Part part(smem.routing, unit / kDownPanels);
+    __device__ __forceinline__ void down(int first) {
+        const Unit unit(smem.routing, first, at_once);
         const int skipped = (warp - items % kConsumers + kConsumers) % kConsumers;
 #pragma unroll 1
-        for (int entry = part.first + skipped; entry < part.last; entry += kConsumers) {
-            const int number = items + entry - part.first, item = number % kItems;
-            const Wanted wanted(smem.routing, entry);
+        for (Item at(unit, skipped); at.is_of(unit); at.skip(unit, kConsumers)) {
+            const int number = items + at.number(unit), item = number % kItems;
+            const Wanted wanted(smem.routing, unit.first_entry + at.entry);
             wait(smem.barriers.item_staged[item], number / kItems & 1);
             const int slot = smem.item_slot[item], stager = number % kStagers;
             if (kMaxTiles == 1 || wanted.count <= kColumns)
-                down_panel<1>(stager, slot, wanted, panel);
+                down_panel<1>(stager, slot, wanted, unit.first_panel + at.panel, at.panel);
             else
-                down_panel<kMaxTiles>(stager, slot, wanted, panel);
+                down_panel<kMaxTiles>(stager, slot, wanted, unit.first_panel + at.panel, at.panel);
             arrive_warp(smem.barriers.item_done[item]);
         }
-        items += part.last - part.first;
+        items += unit.num_items();
         // With parts a finisher adds the panel up, and its consumers go on with the next unit.
         if constexpr (kParts == 1) {
             named_barrier_sync(kConsumerBarrier, kConsumerThreads);
-            sum_up<16 / kQuad>(smem, args, panel, 0, threadIdx.x, kConsumerThreads);
+            sum_up<16 / kQuad>(smem, args, unit.first_panel, unit.num_panels, 0, threadIdx.x, kConsumerThreads);
             named_barrier_sync(kConsumerBarrier, kConsumerThreads);
         }
     }
@@ -215,6 +216,7 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         load_weights();
+        at_once = panels_at_once(smem.routing);
         Turn<kQueue> queue;
         while (true) {
             wait(smem.barriers.posted[queue.stage], queue.parity);

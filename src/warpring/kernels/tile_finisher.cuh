@@ -90,7 +90,7 @@ struct Finisher {
         }
         __syncwarp();  // all lanes see what the first has acquired
         if (__shfl_sync(kFull, before, 0) == kParts - 1)
-            sum_up<kRows / kQuad>(smem, args, panel, finisher * kRows, lane, kLanes);
+            sum_up<kRows / kQuad>(smem, args, panel, 1, finisher * kRows, lane, kLanes);
     }
 
     __device__ __forceinline__ void run() {

@@ -32,6 +32,7 @@ struct Producer {
     Smem& smem;
     const Args& args;
     int producer, lane;
+    int at_once;  // panels of a unit of down
     Turn<kQueue> queue;
     int panels = 0, items = 0;  // of gate_up, of down, so far
     Turn<kStages> ring[kTeams];
@@ -39,7 +40,7 @@ struct Producer {
     bool in_down = false;
 
     __device__ __forceinline__ Producer(Smem& s, const Args& a, int p, int l)
-        : smem(s), args(a), producer(p), lane(l) {}
+        : smem(s), args(a), producer(p), lane(l), at_once(panels_at_once(s.routing)) {}
 
     // A pass of a panel: a unit for each warp of a team.
     __device__ __forceinline__ void request_pass(int team, Turn<kStages>& turn, const uint8_t* gmem) {
@@ -77,16 +78,17 @@ struct Producer {
         const int used = (panels + kTeams - 1 - team) / kTeams * kPasses, uses = (used + kStages - 1 - stage) / kStages;
         if (uses > 0) wait(smem.barriers.gate_up_empty[team][stage], (uses - 1) & 1);
     }
-    // Units of a panel of down, for its consumer alone: a lane does it.
-    __device__ __forceinline__ void down(int unit) {
-        const Part part(smem.routing, unit / kDownPanels);
+    // Weights of an item of down, for its consumer alone: a lane does it.
+    __device__ __forceinline__ void down(int number) {
+        const Unit unit(smem.routing, number, at_once);
         const int consumer = lane * kProducers + producer;
         if (consumer < kConsumers) {
             const int team = consumer / kSplit, share = consumer % kSplit;
             const int skipped = (consumer - items % kConsumers + kConsumers) % kConsumers;
 #pragma unroll 1
-            for (int entry = part.first + skipped; entry < part.last; entry += kConsumers) {
-                const int64_t place = int64_t(smem.routing.expert[entry]) * kDownPanels + unit % kDownPanels;
+            for (Item item(unit, skipped); item.is_of(unit); item.skip(unit, kConsumers)) {
+                const int expert = smem.routing.expert[unit.first_entry + item.entry];
+                const int64_t place = int64_t(expert) * kDownPanels + unit.first_panel + item.panel;
                 const uint8_t* gmem = args.gmem_w2 + place * (kDownUnits * kDownUnitBytes);
 #pragma unroll 1
                 for (int i = 0; i < kDownUnits; ++i) {
@@ -100,7 +102,7 @@ struct Producer {
                 }
             }
         }
-        items += part.last - part.first;
+        items += unit.num_items();
         __syncwarp();
     }
     __device__ __forceinline__ void serve(const Group& group) {
@@ -125,6 +127,7 @@ struct Producer {
     }
     __device__ __forceinline__ void lead(uint32_t ticket) {
         Tickets tickets(smem.routing.num_entries * kGateUpPanels);
+        const int units = ceil_div(kDownPanels, at_once) * kParts;
         uint32_t* gmem_ticket = &args.gmem_shared->ticket;
         while (true) {
             int first, last;
@@ -137,14 +140,14 @@ struct Producer {
                     post({entry, 0, panel, count});
                     first += count;
                 }
-            } else if (first < kDownPanels * kParts) {
+            } else if (first < units) {
                 post({kDown, 0, first, 0});
                 if (lane == 0)
                     next = atom_add_relaxed_gpu_u32(gmem_ticket, 1);  // no sooner: others may be free by then
             } else {
                 post({kEnd, 0, 0, 0});
                 // Every CTA takes one ticket that stands for nothing; who takes the last of these cleans up.
-                if (lane == 0 && first == kDownPanels * kParts + int(gridDim.x) - 1) *gmem_ticket = 0;
+                if (lane == 0 && first == units + int(gridDim.x) - 1) *gmem_ticket = 0;
                 return;
             }
             ticket = __shfl_sync(kFull, next, 0);

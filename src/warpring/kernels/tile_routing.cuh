@@ -3,8 +3,7 @@
 // Compile-time parameters (macros set by kernels/tile.py, one cubin each):
 //   WARPRING_FORMAT        a policy of tile_formats.cuh
 //   WARPRING_HIDDEN, WARPRING_INTERMEDIATE, WARPRING_TOPK, WARPRING_EXPERTS
-//   WARPRING_SHARED        shared experts, which every token wants: ids WARPRING_EXPERTS and on, slots WARPRING_TOPK and
-//                          on
+//   WARPRING_SHARED        shared experts, which every token wants: ids and slots behind those of routed ones
 //   WARPRING_INDEX         int32_t or int64_t, the type of topk_idx
 //   WARPRING_PAIRS         (token, slot) pairs that a launch may have
 //   WARPRING_MAX_COLUMNS   pairs of an expert that are multiplied at once
@@ -27,6 +26,9 @@ using Index = WARPRING_INDEX;
 constexpr uint32_t kFull = 0xffffffffu;
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ __forceinline__ constexpr int clamp(int v, int least, int most) {
+    return v < least ? least : v > most ? most : v;
+}
 
 // The batch, sorted by expert in shared memory, by every CTA for itself. No bit depends on the order of an expert's
 // pairs: each pair is a column of its own. An expert that more than kMaxColumns pairs want stands in the list once for

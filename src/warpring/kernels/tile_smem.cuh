@@ -39,6 +39,8 @@ static_assert(kDownUnitBytes <= kUnitBytes, "a unit of down takes the place of o
 // The ring: stages of a team, of a unit for each of its warps; in down the same places, so many for each warp alone.
 constexpr int kStages = WARPRING_STAGES;
 constexpr int kParts = WARPRING_PARTS;
+// Panels that a unit of down may have, without parts and with dot products that take no more than this.
+constexpr int kDotsBytes = 8 * 1024, kMostPanels = kParts == 1 ? clamp(kDotsBytes / (64 * kMaxPairs), 1, 4) : 1;
 
 // Staged activations: a column is a row of x, or one of act, padded so that neighbours lie 64 bytes apart modulo 128.
 __device__ __forceinline__ constexpr int padded(int bytes) { return bytes % 128 == 64 ? bytes : bytes + 64; }
@@ -109,8 +111,8 @@ __device__ __forceinline__ void init_barriers(Barriers& smem, int warp, int lane
 // Shares of gate_up, [..][slot][warp][row][column], and dot products of down, [pair][row]: beside each other where
 // these are few, so that down begins while shares are still being added up.
 using Shares = float[kFinishers][kShares][kSplit][16][kColumns];
-using Dots = float[kParts == 1 ? kMaxPairs : 1][16];
-constexpr bool kDotsApart = sizeof(Dots) <= 8 * 1024;
+using Dots = float[kParts == 1 ? kMostPanels * kMaxPairs : 1][16];
+constexpr bool kDotsApart = sizeof(Dots) <= kDotsBytes;
 template <bool kApart>
 struct SharesAndDots {
     alignas(16) Shares shares;
@@ -138,9 +140,9 @@ static_assert(sizeof(Smem) <= WARPRING_SMEM_BYTES, "kernels/tile.py computes the
 
 // What the CTAs of a launch share. All zero before it, and again behind it.
 struct Shared {
-    uint32_t ticket;                    // next piece of work
-    uint32_t finished;                  // CTAs that look at `done` no longer
-    uint32_t panels_done[kMaxEntries];  // of gate_up, by entry
+    uint32_t ticket;                               // next piece of work
+    uint32_t finished;                             // CTAs that look at `done` no longer
+    uint32_t panels_done[kMaxEntries];             // of gate_up, by entry
     uint32_t parts_done[kDownPanels][kFinishers];  // with kParts > 1
 };
 static_assert(sizeof(Shared) <= WARPRING_SHARED_BYTES, "kernels/tile.py reserves the same size");
@@ -213,9 +215,40 @@ struct Wanted {
           smem_pairs(routing.pairs + routing.first[entry]) {}
 };
 
-// The entries of a part.
-struct Part {
-    int first, last;
-    __device__ __forceinline__ Part(const Routing& routing, int part)
-        : first(routing.num_entries * part / kParts), last(routing.num_entries * (part + 1) / kParts) {}
+// Panels that a unit of down has: where entries are few several, so that there is work for all consumers, but no more
+// than leave every CTA a unit.
+__device__ __forceinline__ int panels_at_once(const Routing& routing) {
+    if (kMostPanels == 1) return 1;
+    return clamp(min(kConsumers / max(1, routing.num_entries), ceil_div(kDownPanels, int(gridDim.x))), 1, kMostPanels);
+}
+
+// A unit of down: all entries, or a part of them, for each of its panels. An item is one entry of one panel; with
+// several, items go through the entries panel by panel.
+struct Unit {
+    int first_entry, num_entries, first_panel, num_panels;
+    __device__ __forceinline__ Unit(const Routing& routing, int unit, int at_once) {
+        const int part = unit / kDownPanels;
+        first_entry = routing.num_entries * part / kParts;
+        num_entries = routing.num_entries * (part + 1) / kParts - first_entry;
+        first_panel = unit % kDownPanels * at_once;
+        num_panels = min(at_once, kDownPanels - first_panel);
+    }
+    __device__ __forceinline__ int num_items() const { return num_entries * num_panels; }
+};
+struct Item {
+    int entry, panel = 0;  // of those of the unit
+    __device__ __forceinline__ Item(const Unit& unit, int number) : entry(number) { wrap(unit); }
+    __device__ __forceinline__ void skip(const Unit& unit, int items) {
+        entry += items;
+        wrap(unit);
+    }
+    __device__ __forceinline__ void wrap(const Unit& unit) {
+        if (kMostPanels == 1) return;
+#pragma unroll 1
+        for (; entry >= unit.num_entries && panel < unit.num_panels; ++panel) entry -= unit.num_entries;
+    }
+    __device__ __forceinline__ bool is_of(const Unit& unit) const {
+        return kMostPanels == 1 ? entry < unit.num_entries : panel < unit.num_panels;
+    }
+    __device__ __forceinline__ int number(const Unit& unit) const { return panel * unit.num_entries + entry; }
 };

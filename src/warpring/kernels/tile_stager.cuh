@@ -72,11 +72,19 @@ struct Stager {
     ColumnRing x_ring;
     ActPlace act;
     ColumnRing act_ring;
+    int at_once;                          // panels of a unit of down
     int num_groups = 0, groups_back = 0;  // so far, and those that gave their columns back
     int num_items = 0, items_back = 0;    // the same of this stager's panels of down
 
     __device__ __forceinline__ Stager(Smem& s, const Args& a, int i, int l)
-        : smem(s), args(a), stager(i), lane(l), x_ring(kXSlots), act(a, s.routing), act_ring(act.own_slots) {}
+        : smem(s),
+          args(a),
+          stager(i),
+          lane(l),
+          x_ring(kXSlots),
+          act(a, s.routing),
+          act_ring(act.own_slots),
+          at_once(panels_at_once(s.routing)) {}
 
     __device__ __forceinline__ void take_group_back() {
         wait_warp(smem.barriers.left[groups_back % kQueue], groups_back / kQueue & 1);
@@ -125,21 +133,24 @@ struct Stager {
         __syncwarp();
         return missing == 0 ? kLanes : __ffs(int(missing)) - 1;
     }
-    // Every kStagers-th panel, in a part of the columns that is this stager's own.
-    __device__ __forceinline__ void down(int unit, int& items) {
-        const Part part(smem.routing, unit / kDownPanels);
+    // Every kStagers-th item, in a part of the columns that is this stager's own.
+    __device__ __forceinline__ void down(int number, int& items) {
+        const Unit unit(smem.routing, number, at_once);
         const int skipped = (stager - items % kStagers + kStagers) % kStagers;
-        int ready = part.first;
+        int ready = unit.first_entry, panel = 0;
 #pragma unroll 1
-        for (int entry = part.first + skipped; entry < part.last; entry += kStagers, ++num_items) {
+        for (Item at(unit, skipped); at.is_of(unit); at.skip(unit, kStagers), ++num_items) {
+            const int entry = unit.first_entry + at.entry, item = (items + at.number(unit)) % kItems,
+                      own = num_items % kOwnItems;
             const Wanted wanted(smem.routing, entry);
-            const int item = (items + entry - part.first) % kItems, own = num_items % kOwnItems;
             while (act_ring.free_slots < wanted.count || num_items - items_back == kOwnItems) {
                 const int back = items_back % kOwnItems;
                 wait_warp(smem.barriers.item_done[back * kStagers + stager], items_back / kOwnItems & 1);
                 act_ring.free_slots += smem.columns_of_item[back * kStagers + stager];
                 ++items_back;
             }
+            // The entries in between are other stagers', until this one meets them in the next panel.
+            if (at.panel != panel) ready = unit.first_entry, panel = at.panel;
             if (entry >= ready) ready = entry + wait_for_act(entry);
             const int slot = act_ring.take(wanted.count);
             __syncwarp();
@@ -155,7 +166,7 @@ struct Stager {
                     args.gmem_act + int64_t(wanted.smem_pairs[c]) * kIntermediate, lane);
             arrive_fetched(smem.barriers.item_staged[item]);
         }
-        items += part.last - part.first;
+        items += unit.num_items();
     }
     __device__ __forceinline__ void run() {
         Turn<kQueue> queue;
