@@ -165,7 +165,7 @@ def test_no_bit_depends_on_teams_and_parts(teams: int, parts: int) -> None:
 
 @pytest.mark.parametrize(("teams", "num_sms"), [(1, 1), (1, 4), (2, 3), (2, 9)])
 def test_no_bit_depends_on_how_many_panels_a_unit_has(teams: int, num_sms: int) -> None:
-    """Launches of up to 32 pairs give consumers several panels of few entries; larger ones never do."""
+    """Where entries are few a unit of down has several panels, up to as many as the configuration says."""
     inputs = make_inputs(3, *SHAPE, format="mxfp4", bias=True, seed=6)
     inputs.topk_idx[0] = torch.tensor([4, -1, 2])
     inputs.topk_idx[1] = -1
@@ -173,12 +173,12 @@ def test_no_bit_depends_on_how_many_panels_a_unit_has(teams: int, num_sms: int) 
     whole = run_tile(inputs, Config(1, 8, 2, 128, 1), num_sms=4)
     check_against_exact(whole, inputs)
     for seed in range(4):
-        assert torch.equal(run_tile(inputs, Config(teams, 8, 2, 32, 1), seed=seed, num_sms=num_sms), whole)
+        assert torch.equal(run_tile(inputs, Config(teams, 8, 2, 32, 1, 4), seed=seed, num_sms=num_sms), whole)
     one = rows_of(inputs, slice(0, 1))  # a single token, with one expert left
     one.topk_idx[0, 0] = -1
     expected = run_tile(one, Config(1, 8, 2, 128, 1), num_sms=4)
     for seed in range(4):
-        assert torch.equal(run_tile(one, Config(teams, 8, 2, 32, 1), seed=seed, num_sms=num_sms), expected)
+        assert torch.equal(run_tile(one, Config(teams, 8, 2, 32, 1, 4), seed=seed, num_sms=num_sms), expected)
 
 
 @CONFIGS

@@ -124,7 +124,7 @@ def test_panels_are_divided_evenly_into_runs(format: str, num_records: int) -> N
 
 def test_sums_are_ordered_by_sizes_alone() -> None:
     """What decides the order of sums is no part of a configuration, so that batches of any size agree in every bit."""
-    assert {f.name for f in fields(Config)} == {"teams", "columns", "stages", "pairs", "parts"}
+    assert {f.name for f in fields(Config)} == {"teams", "columns", "stages", "pairs", "parts", "panels"}
 
 
 @pytest.mark.parametrize("shape", [(32, 57344, 8, 2), (131072, 32, 2, 1), (16384, 53248, 8, 2)], ids=str)
@@ -169,6 +169,15 @@ def test_experts_of_a_panel_are_dealt_out_where_panels_alone_leave_multiprocesso
 @pytest.mark.parametrize(("hidden", "parts"), [(2048, 1), (2112, 1), (2144, 4), (4096, 2), (7168, 2), (64, 8)])
 def test_the_largest_launches_cut_panels_where_a_multiprocessor_has_several(hidden: int, parts: int) -> None:
     assert config_for(Sizes("mxfp8", hidden, 64, 8, 2), 257).parts == parts
+
+
+@pytest.mark.parametrize(
+    ("hidden", "pairs", "panels"),
+    [(2048, 32, 1), (4096, 32, 2), (7168, 32, 4), (7168, 33, 1), (2880, 32, 1), (16384, 1, 4)],
+)
+def test_units_have_several_panels_where_a_multiprocessor_has(hidden: int, pairs: int, panels: int) -> None:
+    """Small launches alone: the dot products of all panels of a unit have shared memory of their own."""
+    assert config_for(Sizes("mxfp8", hidden, 64, 8, 2), pairs).panels == panels
 
 
 def test_tile_needs_packed_experts_and_packed_experts_need_tile() -> None:

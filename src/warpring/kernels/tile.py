@@ -54,6 +54,7 @@ _PRODUCERS, _STAGERS, _FINISHERS, _FLAG_RAISERS = 2, 3, 2, 1
 _TILE_COLUMNS = 8
 _MOST_STAGES = 16
 _MOST_PARTS = 8
+_MOST_PANELS = 4
 #: Share of the multiprocessors that the last round of panels of down keeps busy, at least.
 _FULL_ENOUGH = 0.8
 _LEAST_RING = 72 * 1024
@@ -125,6 +126,7 @@ class Config:
         stages: units in flight a multiplying warp.
         pairs: (token, slot) pairs that the launch may have.
         parts: that the experts of a panel of down are dealt out in.
+        panels: of down that a unit of work may have where entries are few; 1 with parts.
     """
 
     teams: int
@@ -132,6 +134,7 @@ class Config:
     stages: int
     pairs: int
     parts: int
+    panels: int = 1
 
     def column_bytes(self, sizes: Sizes) -> int:
         """Of staged activations: so many rows of x, and one row of act for each stager at least."""
@@ -163,11 +166,6 @@ def _warps(sizes: Sizes, config: Config) -> int:
     return sizes.split * config.teams + _PRODUCERS + _STAGERS + _FINISHERS + _FLAG_RAISERS
 
 
-def _most_panels(config: Config) -> int:
-    """Panels that a unit of down may have: as many as have their dot products apart, 4 at most, without parts."""
-    return max(1, min(4, _DOTS_APART // (64 * config.pairs))) if config.parts == 1 else 1
-
-
 def _round_up(num_bytes: int, multiple: int) -> int:
     return ceil_div(num_bytes, multiple) * multiple
 
@@ -178,7 +176,7 @@ def smem_bytes(sizes: Sizes, config: Config) -> int:
     shares = 2 * _FINISHERS
     consumers = sizes.split * config.teams
     items = _STAGERS * consumers
-    dots = 64 * (_most_panels(config) * config.pairs if config.parts == 1 else 1)
+    dots = 64 * (config.panels * config.pairs if config.parts == 1 else 1)
     barriers = 8 * (2 * config.stages * (config.teams + consumers) + 5 * _QUEUE + 1 + 2 * items + 2 * shares)
     lists = (16 + 4 * _STAGERS) * _QUEUE + 8 * items
     entries = _entries(sizes, config)
@@ -206,8 +204,9 @@ def config_for(sizes: Sizes, num_pairs: int, num_sms: int = NUM_SMS) -> Config:
     teams = 2 if sizes.has_4_bit_codes and sizes.split <= _MOST_SPLIT_OF_TWO_TEAMS else 1
     parts = _parts(sizes.hidden // 16, num_sms, pairs)
     stage = teams * (sizes.split * (sizes.gate_up_run * sizes.record_bytes + 16) + 16)
+    panels = _panels(sizes.hidden // 16, num_sms, pairs) if parts == 1 else 1
     for columns in range(_COLUMNS, 0, -1):
-        config = Config(teams, columns, 1, pairs, parts)
+        config = Config(teams, columns, 1, pairs, parts, panels)
         stages = min(_MOST_STAGES, 1 + (CTA_SMEM_BYTES - smem_bytes(sizes, config)) // stage)
         # A ring of less leaves the memory idle: then rather fewer columns.
         if stages >= 1 and (stages * stage >= _LEAST_RING or stages == _MOST_STAGES):
@@ -237,6 +236,11 @@ def _parts(panels: int, num_sms: int, pairs: int) -> int:
     return max(fewest, 2) if pairs == MAX_PAIRS and panels > num_sms else fewest
 
 
+def _panels(panels: int, num_sms: int, pairs: int) -> int:
+    """Panels of a unit of down at most: no more than a multiprocessor has, nor than have their dot products apart."""
+    return max(1, min(_MOST_PANELS, ceil_div(panels, num_sms), _DOTS_APART // (64 * pairs)))
+
+
 @lru_cache(maxsize=4096)
 def kernel_spec(sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, config: Config) -> KernelSpec:
     """The kernel for these sizes, routed by ids of `index_dtype`, built as `config` says."""
@@ -259,6 +263,7 @@ def kernel_spec(sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, config: Co
         "STAGES": config.stages,
         "COLUMN_BYTES": config.column_bytes(sizes),
         "PARTS": config.parts,
+        "PANELS": config.panels,
         "SMEM_BYTES": smem,
         "SHARED_BYTES": shared_bytes(sizes, config),
     }

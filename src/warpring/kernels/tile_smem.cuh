@@ -8,6 +8,7 @@
 //   WARPRING_STAGES         units in flight a consumer
 //   WARPRING_COLUMN_BYTES   bytes of staged activations
 //   WARPRING_PARTS          parts that the experts of a panel of down are dealt out in; 1: no CTA shares a panel
+//   WARPRING_PANELS         panels of a unit of down, at most; 1 with parts
 //   WARPRING_SMEM_BYTES     what the launch asks for
 #pragma once
 #include "tile_multiply.cuh"
@@ -39,8 +40,8 @@ static_assert(kDownUnitBytes <= kUnitBytes, "a unit of down takes the place of o
 // The ring: stages of a team, of a unit for each of its warps; in down the same places, so many for each warp alone.
 constexpr int kStages = WARPRING_STAGES;
 constexpr int kParts = WARPRING_PARTS;
-// Panels that a unit of down may have, without parts and with dot products that take no more than this.
-constexpr int kDotsBytes = 8 * 1024, kMostPanels = kParts == 1 ? clamp(kDotsBytes / (64 * kMaxPairs), 1, 4) : 1;
+constexpr int kMostPanels = WARPRING_PANELS;  // of a unit of down
+static_assert(kMostPanels == 1 || kParts == 1, "a panel in parts is a unit of its own");
 
 // Staged activations: a column is a row of x, or one of act, padded so that neighbours lie 64 bytes apart modulo 128.
 __device__ __forceinline__ constexpr int padded(int bytes) { return bytes % 128 == 64 ? bytes : bytes + 64; }
@@ -112,7 +113,7 @@ __device__ __forceinline__ void init_barriers(Barriers& smem, int warp, int lane
 // these are few, so that down begins while shares are still being added up.
 using Shares = float[kFinishers][kShares][kSplit][16][kColumns];
 using Dots = float[kParts == 1 ? kMostPanels * kMaxPairs : 1][16];
-constexpr bool kDotsApart = sizeof(Dots) <= kDotsBytes;
+constexpr bool kDotsApart = sizeof(Dots) <= 8 * 1024;
 template <bool kApart>
 struct SharesAndDots {
     alignas(16) Shares shares;
