@@ -147,6 +147,26 @@ def test_long_rows_take_fewer_pairs_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "classes"),
+    [
+        (Sizes("bf16", 2048, 17920, 8, 2), [32, 256]),  # dot products of 128 pairs lie apart from shares, of 256 do not
+        (Sizes("fp8_block", 10240, 18432, 8, 2), [256]),
+        (Sizes("bf16", 4096, 17920, 8, 2), [32, 256, MAX_PAIRS]),
+        (Sizes("nvfp4", 12288, 22528, 512, 8), [32, 128, MAX_PAIRS]),  # those of panels in parts take no room
+    ],
+    ids=str,
+)
+def test_a_class_that_does_not_fit_is_served_by_the_next_that_does(sizes: Sizes, classes: list[int]) -> None:
+    assert most_pairs(sizes) == classes[-1]
+    for num_pairs in range(1, classes[-1] + 1):
+        config = config_for(sizes, num_pairs)
+        assert config.pairs == next(pairs for pairs in classes if num_pairs <= pairs)
+        assert smem_bytes(sizes, config) <= CTA_SMEM_BYTES
+    specs = all_specs(sizes, torch.int64, "silu")
+    assert [int(dict(spec.macros)["WARPRING_PAIRS"]) for spec in specs] == classes
+
+
+@pytest.mark.parametrize(
     ("hidden", "num_sms", "parts"),
     [
         (2048, 132, 1),

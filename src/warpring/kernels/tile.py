@@ -55,7 +55,7 @@ _TILE_COLUMNS = 8
 _MOST_STAGES = 16
 _MOST_PARTS = 8
 _MOST_PANELS = 4
-#: Share of the multiprocessors that the last round of panels of down keeps busy, at least.
+#: Share of the multiprocessors that the rounds of panels of down keep busy, all of them together, at least.
 _FULL_ENOUGH = 0.8
 _LEAST_RING = 72 * 1024
 #: Dot products of down of so many bytes have shared memory of their own.
@@ -195,12 +195,24 @@ def shared_bytes(sizes: Sizes, config: Config) -> int:
 
 @lru_cache(maxsize=4096)
 def config_for(sizes: Sizes, num_pairs: int, num_sms: int = NUM_SMS) -> Config:
-    """The configuration for so many pairs.
+    """The configuration for so many pairs: of the smallest class of batches that takes them and fits shared memory.
 
     Raises:
         UnsupportedError: a row of activations so long that no column fits shared memory.
     """
-    pairs = next(n for n in _PAIR_CLASSES if num_pairs <= n)
+    # A larger class may fit where a smaller does not: its dot products lie in the place of shares, or panels are in
+    # parts.
+    for pairs in _PAIR_CLASSES:
+        if num_pairs <= pairs and (config := _config_of_class(sizes, pairs, num_sms)) is not None:
+            return config
+    raise UnsupportedError(
+        f"path 'tile': {sizes.format} with hidden {sizes.hidden}, intermediate {sizes.intermediate}, "
+        f"{sizes.num_experts} experts does not fit shared memory. Use path='warp'."
+    )
+
+
+def _config_of_class(sizes: Sizes, pairs: int, num_sms: int) -> Config | None:
+    """The configuration of a class of batches, or None where no column fits shared memory."""
     teams = 2 if sizes.has_4_bit_codes and sizes.split <= _MOST_SPLIT_OF_TWO_TEAMS else 1
     parts = _parts(sizes.hidden // 16, num_sms, pairs)
     stage = teams * (sizes.split * (sizes.gate_up_run * sizes.record_bytes + 16) + 16)
@@ -215,16 +227,13 @@ def config_for(sizes: Sizes, num_pairs: int, num_sms: int = NUM_SMS) -> Config:
             left = (CTA_SMEM_BYTES - smem_bytes(sizes, config)) // _stride(sizes.hidden)
             more = replace(config, columns=columns + max(left, 0))
             return more if smem_bytes(sizes, more) <= CTA_SMEM_BYTES else config
-    raise UnsupportedError(
-        f"path 'tile': {sizes.format} with hidden {sizes.hidden}, intermediate {sizes.intermediate}, "
-        f"{sizes.num_experts} experts does not fit shared memory. Use path='warp'."
-    )
+    return None
 
 
 def _parts(panels: int, num_sms: int, pairs: int) -> int:
     """Into how many parts the experts of a down panel are cut: more cost more rounds of a CTA's consumers.
 
-    As few as leave hardly a multiprocessor idle in the last round of work; and two where a multiprocessor has several
+    As few as leave hardly a multiprocessor idle over all rounds of work; and two where a multiprocessor has several
     panels of the largest launches: each takes long, and CTAs would end far apart.
     """
 
@@ -279,21 +288,18 @@ def sizes_of(packed: PackedExperts, topk: int) -> Sizes:
 
 def all_specs(sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, num_sms: int = NUM_SMS) -> tuple[KernelSpec, ...]:
     """The kernels of every batch; UnsupportedError as in `config_for`."""
-    configs = (config_for(sizes, pairs, num_sms) for pairs in _PAIR_CLASSES if pairs <= most_pairs(sizes, num_sms))
+    classes = (pairs for pairs in _PAIR_CLASSES if pairs <= most_pairs(sizes, num_sms))
+    configs = dict.fromkeys(config_for(sizes, pairs, num_sms) for pairs in classes)  # classes may share one
     return tuple(kernel_spec(sizes, index_dtype, gate_fn, config) for config in configs)
 
 
 @lru_cache(maxsize=1024)
 def most_pairs(sizes: Sizes, num_sms: int = NUM_SMS) -> int:
     """The largest class of batches whose kernel fits shared memory: what a launch takes. Errors as in `config_for`."""
-    for pairs in reversed(_PAIR_CLASSES[1:]):
-        try:
-            config_for(sizes, pairs, num_sms)
-        except UnsupportedError:
-            continue
-        return pairs
-    config_for(sizes, _PAIR_CLASSES[0], num_sms)
-    return _PAIR_CLASSES[0]
+    for pairs in reversed(_PAIR_CLASSES):
+        if _config_of_class(sizes, pairs, num_sms) is not None:
+            return pairs
+    return config_for(sizes, _PAIR_CLASSES[0], num_sms).pairs  # which says why there is none
 
 
 def precompile(packed: PackedExperts, topk: int, index_dtype: torch.dtype, device: torch.device) -> None:
