@@ -181,6 +181,24 @@ def test_no_bit_depends_on_how_many_panels_a_unit_has(teams: int, num_sms: int) 
         assert torch.equal(run_tile(one, Config(teams, 8, 2, 32, 1, 4), seed=seed, num_sms=num_sms), expected)
 
 
+@pytest.mark.parametrize("pairs", [32, 300], ids=["apart", "in_place_of_shares"])
+def test_units_of_several_panels_behind_rows_of_x_that_are_not_held(pairs: int) -> None:
+    """The last unit is not full, more tokens than columns, two layers on one state, a grid that is not resident."""
+    inputs = make_inputs(9, *SHAPE, format="fp8_block", bias=True, seed=21)
+    inputs.topk_idx[:] = -1
+    inputs.topk_idx[1:8:3, 1] = torch.tensor([5, 2, 5])
+    whole = run_tile(inputs)
+    check_against_exact(whole, inputs)
+    packed, kept = guard(pack_experts(inputs.experts)), guard(inputs)
+    config = Config(2, 4, 2, pairs, 1, 3)
+    for seed in range(4):
+        results = [guarded(torch.full_like(inputs.x, torch.nan)) for _ in range(2)]
+        with emulated_gpu(tile, seed=seed, num_sms=seed + 1, resident_ctas=1 + seed % 2):
+            for out in results:
+                tile.moe_tile(kept.x, packed, kept.topk_idx, kept.topk_weights, out, config)
+        assert all(torch.equal(out, whole) for out in results)
+
+
 @CONFIGS
 @pytest.mark.parametrize("resident_ctas", [1, 2, 5])
 def test_the_grid_need_not_be_resident(resident_ctas: int, config: Config) -> None:

@@ -122,6 +122,15 @@ def test_panels_are_divided_evenly_into_runs(format: str, num_records: int) -> N
         assert sizes.split * (2 if sizes.has_4_bit_codes else 1) <= 24
 
 
+@pytest.mark.parametrize(
+    ("hidden", "of_8_bits", "of_4_bits"), [(2048, 8, 4), (512, 4, 4), (256, 4, 4), (128, 4, 4), (96, 1, 1), (416, 1, 1)]
+)
+def test_narrow_layers_keep_four_warps_a_panel_where_any_divide_it(hidden: int, of_8_bits: int, of_4_bits: int) -> None:
+    """Larger units alone would leave the panel of a narrow layer to one warp or two."""
+    splits = [Sizes(format, hidden, 256, 8, 2).split for format in ("mxfp8", "mxfp4")]
+    assert splits == [of_8_bits, of_4_bits]
+
+
 def test_sums_are_ordered_by_sizes_alone() -> None:
     """What decides the order of sums is no part of a configuration, so that batches of any size agree in every bit."""
     assert {f.name for f in fields(Config)} == {"teams", "columns", "stages", "pairs", "parts", "panels"}
