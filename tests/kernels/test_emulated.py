@@ -394,6 +394,12 @@ SPECIAL_MUTATIONS: dict[str, tuple[dict[str, str], tuple[int, int, int, int, int
         Config(1, 4, 4, 300, 1),
         40,
     ),
+    "more items of down on their way than there are barriers for": (
+        {" || num_items - items_back == kOwnItems": ""},
+        (2, 160, 32, 6, 3),
+        Config(1, 40, 16, 300, 1),
+        1,
+    ),
     "rows of act of a unit's next panel fetched before they are there, by the stager that looked at later entries": (
         {"if (at.panel != panel) ready = unit.first_entry, panel = at.panel;": ""},
         (1, 160, 32, 6, 4),
