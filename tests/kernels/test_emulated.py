@@ -400,7 +400,7 @@ SPECIAL_MUTATIONS: dict[str, tuple[dict[str, str], tuple[int, int, int, int, int
         Config(1, 40, 16, 300, 1),
         1,
     ),
-    "rows of act of a unit's next panel fetched before they are there, by the stager that looked at later entries": (
+    "rows of act of a unit's next panel fetched by a stager that has looked at later entries alone": (
         {"if (at.panel != panel) ready = unit.first_entry, panel = at.panel;": ""},
         (1, 160, 32, 6, 4),
         Config(2, 8, 2, 32, 1, 4),
