@@ -89,7 +89,7 @@ def _floor_us(rec: Record) -> float | None:
 
 def bar(records: Sequence[Record]) -> str:
     """A row a point of the bar: our fastest path, what was asked, by how much it is met or missed, the best peer."""
-    points = newest(_decode(records), ("model", "format", "routing", "num_tokens", "impl", "path"))
+    points = _points(records)
     used: list[Record] = []
     rows: list[list[str]] = []
     for row in ROWS:
@@ -117,7 +117,7 @@ def bar(records: Sequence[Record]) -> str:
 
 def missed_rows(records: Sequence[Record]) -> list[tuple[BarRow, Record]]:
     """Each row that our fastest path misses, with the record of that path."""
-    points = newest(_decode(records), ("model", "format", "routing", "num_tokens", "impl", "path"))
+    points = _points(records)
     found = [(row, _fastest(points, row)) for row in ROWS]
     return [(row, rec) for row, rec in found if rec is not None and rec["p50_us"] > (most_us(row, rec) or math.inf)]
 
@@ -173,6 +173,11 @@ def _profile(profiles: Sequence[Record], row: BarRow, path: str) -> str:
         for rec in kernels
     )
     return "; ".join(shares) or NOT_MEASURED
+
+
+def _points(records: Sequence[Record]) -> list[Record]:
+    """The newest record of each path and peer at each point."""
+    return newest(_decode(records), ("model", "format", "routing", "num_tokens", "impl", "path"))
 
 
 def _decode(records: Sequence[Record]) -> list[Record]:

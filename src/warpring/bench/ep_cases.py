@@ -30,6 +30,7 @@ __all__ = [
     "Verifier",
     "case_fields",
     "cases",
+    "layer_fields",
     "problem_of",
 ]
 
@@ -339,8 +340,8 @@ class CaseInputs:
 _PERFECT = Outcome(1.0, 1.0, 0.0, 0)
 
 
-def case_fields(verifier: Verifier, model: str, case: Case, outcome: Outcome, seed: int) -> dict[str, Any]:
-    """The fields of a record of bench "ep_verify"."""
+def layer_fields(verifier: Verifier, model: str, seed: int) -> dict[str, Any]:
+    """The fields of a record that say what was verified, but for its tokens."""
     problem, split = verifier.problem, verifier.layer.sm_counts
     fields: dict[str, Any] = {
         "model": model,
@@ -348,11 +349,22 @@ def case_fields(verifier: Verifier, model: str, case: Case, outcome: Outcome, se
         "activation": problem.activation,
         "shared_expert": "fused" if problem.num_shared else "none",
         "num_ranks": problem.num_ranks,
-        "max_tokens_per_rank": problem.max_tokens_per_rank,
         "experts_per_rank": problem.num_local_experts,
         "topk": problem.topk,
-        "case": str(case),
         "seed": seed,
+    }
+    if split is not None:
+        fields |= {"comm_sms": split.comm_sms, "compute_sms": split.compute_sms}
+    return fields
+
+
+def case_fields(verifier: Verifier, model: str, case: Case, outcome: Outcome, seed: int) -> dict[str, Any]:
+    """The fields of a record of bench "ep_verify"."""
+    problem = verifier.problem
+    fields: dict[str, Any] = {
+        **layer_fields(verifier, model, seed),
+        "max_tokens_per_rank": problem.max_tokens_per_rank,
+        "case": str(case),
         "repeats": outcome.replays,
         "tokens": outcome.tokens,
         "cosine_min": outcome.cosine,
@@ -361,6 +373,4 @@ def case_fields(verifier: Verifier, model: str, case: Case, outcome: Outcome, se
     }
     if math.isfinite(outcome.exact_error):
         fields["rms_rel_error"] = outcome.exact_error
-    if split is not None:
-        fields |= {"comm_sms": split.comm_sms, "compute_sms": split.compute_sms}
     return fields

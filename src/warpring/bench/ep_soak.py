@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from warpring.bench.ep_cases import Verifier
+from warpring.bench.ep_cases import Verifier, layer_fields
 from warpring.bench.ep_check import Outcome, Rows
 from warpring.errors import ArgumentError
 from warpring.expert_parallel.problem import Problem
@@ -260,17 +260,9 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 def soak_fields(verifier: Verifier, name: str, outcome: SoakOutcome, seed: int) -> dict[str, Any]:
     """The fields of a record of bench "soak"."""
-    problem, split = verifier.problem, verifier.layer.sm_counts
-    fields: dict[str, Any] = {
-        "model": name,
-        "format": problem.format,
-        "activation": problem.activation,
-        "shared_expert": "fused" if problem.num_shared else "none",
-        "num_ranks": problem.num_ranks,
-        "tokens_per_rank": problem.max_tokens_per_rank,
-        "experts_per_rank": problem.num_local_experts,
-        "topk": problem.topk,
-        "seed": seed,
+    return {
+        **layer_fields(verifier, name, seed),
+        "tokens_per_rank": verifier.problem.max_tokens_per_rank,
         "repeats": outcome.replays,
         "calls": outcome.replays * CALLS,
         "checks": outcome.checks,
@@ -281,6 +273,3 @@ def soak_fields(verifier: Verifier, name: str, outcome: SoakOutcome, seed: int) 
         "seconds": round(outcome.seconds, 3),
         "note": f"cosine with FP64 {outcome.worst.exact_cosine:.6f}",
     }
-    if split is not None:
-        fields |= {"comm_sms": split.comm_sms, "compute_sms": split.compute_sms}
-    return fields

@@ -60,6 +60,16 @@ class Field:
 _INT, _FLOAT, _STR = Field(int), Field(float), Field(str)
 _PATH = Field(str, PATHS)
 _COSINE = Field(float, least=-1.0)
+_EP_FORM = Field(str, ("fp8", "bf16"))
+#: What every bench of an expert-parallel layer says of it.
+_EP_LAYER = {
+    "num_ranks": _INT,
+    "experts_per_rank": _INT,
+    "topk": _INT,
+    "activation": _EP_FORM,
+    "comm_sms": _INT,
+    "compute_sms": _INT,
+}
 
 COMMON: dict[str, Field] = {
     "bench": _STR,
@@ -137,17 +147,12 @@ SCHEMA: dict[str, dict[str, Field]] = {
         "stalls": _STR,
     },
     "expert_parallel": {
-        "num_ranks": _INT,
+        **_EP_LAYER,
         "tokens_per_rank": _INT,
-        "experts_per_rank": _INT,
-        "topk": _INT,
         "routing": Field(str, ROUTINGS),
         "skew": _FLOAT,
         "asked_skew": _FLOAT,
-        "wire": Field(str, ("fp8", "bf16")),
-        "activation": Field(str, ("fp8", "bf16")),
-        "comm_sms": _INT,
-        "compute_sms": _INT,
+        "wire": _EP_FORM,
         "overlap": Field(bool),
         "ring_blocks": _INT,
         "block_m": _INT,
@@ -161,14 +166,9 @@ SCHEMA: dict[str, dict[str, Field]] = {
         "failed": _STR,
     },
     "ep_verify": {
-        "num_ranks": _INT,
+        **_EP_LAYER,
         "max_tokens_per_rank": _INT,
-        "experts_per_rank": _INT,
-        "topk": _INT,
-        "activation": Field(str, ("fp8", "bf16")),
         "shared_expert": Field(str, ("none", "fused")),
-        "comm_sms": _INT,
-        "compute_sms": _INT,
         "case": _STR,
         "tokens": _INT,
         "cosine_min": _COSINE,
@@ -177,13 +177,8 @@ SCHEMA: dict[str, dict[str, Field]] = {
         "met": Field(bool),
     },
     "soak": {
-        "num_ranks": _INT,
+        **_EP_LAYER,
         "tokens_per_rank": _INT,
-        "experts_per_rank": _INT,
-        "topk": _INT,
-        "activation": Field(str, ("fp8", "bf16")),
-        "comm_sms": _INT,
-        "compute_sms": _INT,
         "shared_expert": Field(str, ("none", "fused")),
         "calls": _INT,
         "checks": _INT,

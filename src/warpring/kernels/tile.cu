@@ -3,19 +3,19 @@
 //
 // The whole layer in one launch. Runs on sm_90a; compiled for sm_100a and sm_103a, never run there.
 //
-// Grid     one CTA a multiprocessor. Work is given out by tickets: first groups of gate_up panels, large ones first,
-// then
-//          panels of down. A CTA waits only for tickets that running CTAs hold, so the grid need not be resident as a
-//          whole.
+// Grid     one CTA a multiprocessor. Work is given out by tickets: first groups of gate_up panels, the large ones
+//          first, then units of down. A CTA waits only for tickets that running CTAs hold, so the grid need not be
+//          resident as a whole.
 // A CTA    producer warps take tickets and request weights, a unit of about 4 KB a bulk copy, as far ahead as the ring
 //          allows: from gate_up into down without a gap. Stager warps fetch activations, those of down behind the flag
 //          of their expert. Consumer warps multiply: of a gate_up panel each owns every kSplit-th unit, of down a panel
-//          each. Finisher warps add the shares of gate_up up and apply the activation; one more warp raises the flags.
+//          each. Finisher warps add the shares of gate_up up and apply the activation, and add the parts of a panel of
+//          down up; one more warp raises the flags.
 // Reads    every wanted weight byte once for each kMaxColumns pairs of its expert, in the order of memory
 // Bound    HBM: distinct experts * 3 * intermediate * hidden * bytes_per_weight
-// Sync     waits for its predecessor before anything is read or written. Inside: gmem_shared->panels_done[entry] is
-// added to
-//          with release behind act, and acquired before act is fetched.
+// Sync     waits for its predecessor before anything is read or written. Inside: panels_done[entry] is added to with
+//          release behind act, and acquired before act is fetched; parts_done[panel], with parts, is added to behind a
+//          part's dot products, and whose addition is the last acquires all of them and clears it.
 // Limits   hidden % 32 == 0, intermediate % 32 == 0, pairs <= WARPRING_PAIRS; ids outside [0, num_experts) are skipped
 #include "tile_consumer.cuh"
 #include "tile_finisher.cuh"
