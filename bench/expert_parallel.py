@@ -7,8 +7,9 @@
         deepseek-v4-flash:mxfp4,deepseek-v4-flash:fp8_block
 
 bar: tokens 1 to 256 a rank, two shapes, FP8 and MXFP4 weights, with the baselines; on FP8 weights with the --peers too
-that can be imported (why the others are left out is said at the start of each layer). ablation: one knob at a time, on
-one of these layers, or on those that --layers names.
+that can be imported (why the others are left out is said at the start of each layer). Peers come last, in turns with
+our layer alone: one that gives no answer for --patience seconds ends the process, and takes nothing of ours with it.
+ablation: one knob at a time, on one of these layers, or on those that --layers names.
 
 What costs time can be left out: --baselines "" --peers "" measures our layer alone (NCCL's all-to-alls take longer than
 all else), --activations one of its forms (the baseline `shared` is our kernels too), --tokens and --knobs some of the
@@ -51,6 +52,7 @@ from warpring.bench.phases import Phases
 from warpring.bench.records import append
 from warpring.bench.shapes import MODELS, LayerShape
 from warpring.bench.torchrun import process_group
+from warpring.bench.watchdog import PATIENCE, Watchdog
 from warpring.cli.bench import parse_counts, parse_list
 from warpring.errors import ArgumentError, WarpringError
 from warpring.expert_parallel.problem import MAX_TOKENS_PER_RANK
@@ -136,11 +138,20 @@ def planned(args: argparse.Namespace, num_ranks: int) -> list[Work]:
         return form and (variant.impl not in BASELINES or variant.impl in args.baselines)
 
     plan: list[Work] = []
+    with_peers: list[Work] = []
     for item in chosen(SWEEPS[args.sweep](num_ranks), args.layers or LAYERS.get(args.sweep, [])):
         variants = tuple(filter(is_asked, item.variants))
         peers = tuple(name for name in args.peers if name in item.peers)
-        if (variants or peers) and (not item.knob or item.knob in args.knobs):
-            plan.append(item._replace(tokens=args.tokens or item.tokens, variants=variants, peers=peers))
+        if item.knob and item.knob not in args.knobs:
+            continue
+        item = item._replace(tokens=args.tokens or item.tokens, peers=())
+        if variants:
+            plan.append(item._replace(variants=variants))
+        if peers:
+            # A peer that hangs leaves a GPU on which nothing runs any more: all else is measured before.
+            ours = tuple(variant for variant in variants if variant == Variant())
+            with_peers.append(item._replace(variants=ours, peers=peers))
+    plan += with_peers
     if not plan:
         raise SystemExit("nothing is left to measure: name more of --activations, --baselines, --peers or --knobs")
     return plan
@@ -201,6 +212,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=counts, metavar="T,...", help="a rank (default: those of the sweep)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--windows", type=int, default=30)
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE, metavar="S", help="with a peer (default %(default)g)"
+    )
     parser.add_argument("--time-budget", type=float, default=float("inf"), metavar="S", help="start nothing after S s")
     return parser
 
@@ -234,8 +248,9 @@ def main() -> int:
                 compile_all(plan, group, device)
         for shape, format, skew, tokens, variants, knob, peers in plan:
             bench = EpBench(
-                shape, format, group, device, skew=skew, seed=args.seed, windows=args.windows, phases=phases
-            )
+                shape, format, group, device, skew=skew, seed=args.seed, windows=args.windows, phases=phases,
+                watchdog=Watchdog(args.patience),
+            )  # fmt: skip
             what = f"{shape.name} {format} skew {skew} {knob}".rstrip()
             # Rank 0's clock decides for all, or some would wait for others that have stopped.
             if bench.first_of_all(time.monotonic() - start) > args.time_budget:
@@ -243,9 +258,10 @@ def main() -> int:
                     tell(f"left out: {what}")
                 continue
             with phases(f"{what}: peers imported"):
-                variants += peers_of(bench, peers)
-            if not variants:
-                continue
+                found = peers_of(bench, peers)
+            if peers and not found:
+                continue  # ours alone was measured before
+            variants += found
             if (shape, format) not in weights:
                 weights.clear()  # before the next layer's are made: both need not fit
                 weights[shape, format] = bench.weights()

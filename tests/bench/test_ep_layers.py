@@ -53,7 +53,8 @@ def plan(script: ModuleType, line: str, num_ranks: int = 2) -> list[Any]:
 
 def test_the_bar_measures_everything_where_nothing_is_left_out(script: ModuleType) -> None:
     found = plan(script, "bar")
-    assert found == list(script.bar(2))
+    own_alone, with_peers = found[:8], found[8:]
+    assert own_alone == [item._replace(peers=()) for item in script.bar(2)]
     assert [(item.shape.name, item.format, item.tokens) for item in found[:4]] == [
         (name, format, TOKENS)
         for format in ("fp8_block", "mxfp4")
@@ -62,8 +63,34 @@ def test_the_bar_measures_everything_where_nothing_is_left_out(script: ModuleTyp
     own = (Variant(), Variant("shared"), Variant(activation="bf16"))
     assert found[0].variants == (*own, Variant("nccl"))
     assert found[2].variants == (*own, Variant(shared="fused"))
-    assert found[0].peers == found[1].peers == (*EP_PEERS, *NOT_TIMED)
-    assert found[2].peers == ()
+    assert all(item.peers == (*EP_PEERS, *NOT_TIMED) for item in with_peers)
+
+
+def test_peers_come_last_in_turns_with_our_layer_alone(script: ModuleType) -> None:
+    found = plan(script, "bar --peers flashinfer_pull --layers glm-5.2:mxfp4,glm-5.2:fp8_block,glm-5.2-ep8:fp8_block")
+    assert [(item.shape.name, item.format, item.peers) for item in found] == [
+        ("glm-5.2", "mxfp4", ()),
+        ("glm-5.2", "fp8_block", ()),
+        ("glm-5.2-ep8", "fp8_block", ()),
+        ("glm-5.2", "fp8_block", ("flashinfer_pull",)),
+        ("glm-5.2-ep8", "fp8_block", ("flashinfer_pull",)),
+    ]
+    assert all(item.variants == (Variant(),) for item in found[3:])
+
+
+def test_peers_that_cannot_be_imported_cost_nothing(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sweep(num_ranks: int) -> list[Any]:
+        shape = LayerShape("h256xi128xe8xk2", 256, 128, 8, 2)
+        return [script.Work(shape, "fp8_block", 1.0, (1,), (Variant(),), peers=("flashinfer_pull",))]
+
+    output = tmp_path / "out.jsonl"
+    monkeypatch.setattr(script, "SWEEPS", {"bar": sweep})
+    monkeypatch.setattr(sys, "argv", ["expert_parallel.py", "bar", "--windows", "1", "--output", str(output)])
+    assert script.main() == 0
+    assert [rec["impl"] for rec in load(output)] == ["warpring"]
+    assert "flashinfer_pull is left out, it needs two GPUs or more" in capsys.readouterr().err
 
 
 def test_baselines_and_peers_can_be_left_out(script: ModuleType) -> None:
@@ -72,7 +99,7 @@ def test_baselines_and_peers_can_be_left_out(script: ModuleType) -> None:
         assert {variant.impl for variant in item.variants} == {"warpring"}
     found = plan(script, "bar --baselines nccl --peers flashinfer_pull")
     assert [variant.impl for variant in found[0].variants] == ["warpring", "warpring", "nccl"]
-    assert found[0].peers == ("flashinfer_pull",)
+    assert [item.peers for item in found[-2:]] == [("flashinfer_pull",)] * 2
     assert [variant.impl for variant in plan(script, "ablation --baselines nccl")[0].variants] == ["warpring"] * 5
 
 
@@ -86,8 +113,9 @@ def test_tokens_and_activations_choose_points(script: ModuleType) -> None:
 
 def test_without_our_kernels_the_others_stay(script: ModuleType) -> None:
     found = plan(script, "bar --activations ")
-    assert [item.variants for item in found] == [(Variant("nccl"),), ()] * 2, "an eighth has peers alone"
-    assert all(item.peers for item in found)
+    assert [item.variants for item in found[:2]] == [(Variant("nccl"),)] * 2, "an eighth has no baseline"
+    assert [bool(item.peers) for item in found] == [False] * 2 + [True] * 4
+    assert all(not item.variants for item in found[2:])
 
 
 def test_the_ablation_is_of_one_layer_unless_others_are_named(script: ModuleType) -> None:

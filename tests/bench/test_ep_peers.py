@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ep_ranks import run_ranks
 from stand_ins import stand_in
 
 from warpring import Experts, UnsupportedError, WarpringError, gpt_oss_swiglu
 from warpring.activation import clipped_swiglu
-from warpring.bench import ep_peers
+from warpring.bench import ep_peers, expert_parallel
 from warpring.bench.ep_inputs import Inputs
 from warpring.bench.ep_peers import EP_PEERS, NOT_TIMED, PeerLayer, why_not
 from warpring.bench.ep_variants import Variant, bind, close_layer
 from warpring.bench.expert_parallel import EpBench, describe
 from warpring.bench.inputs import make_routing, random_experts
+from warpring.bench.records import Record
 from warpring.bench.shapes import LayerShape
+from warpring.bench.timing import Call
+from warpring.bench.watchdog import Watchdog
 from warpring.cli import main
+from warpring.expert_parallel.baseline import AllToAllExpertParallel
 from warpring.reference import moe_exact
 
 SHAPE = LayerShape("h256xi128xe8xk2", 256, 128, 8, 2, clipped_swiglu(0.5))
@@ -92,7 +100,12 @@ class Pull:
         self.opened: list[tuple[Any, ...]] = []
         self.alive: list[torch.Tensor] = []
         self.destroyed = 0
-        contents = {"get_symm_buffer_for_hopper_fp8_mega_moe": self.open, "hopper_fp8_mega_moe": self.run}
+        self.made_ready = 0
+        contents = {
+            "get_symm_buffer_for_hopper_fp8_mega_moe": self.open,
+            "hopper_fp8_mega_launch_thunk": self.make_ready,
+            "hopper_fp8_mega_moe": self.run,
+        }
         stand_in(monkeypatch, PULL, **contents)
         stand_in(monkeypatch, f"{PULL}.shim", sym_zeros=self.sym_zeros, free_sym_tensor=self.free)
         stand_in(monkeypatch, f"{GLUE}.staging", stage_mega_moe_inputs=self.stage)
@@ -110,6 +123,11 @@ class Pull:
         assert form == {"kind": "fp8_e4m3", "fp8_scale_mode": "blockwise"}
         return buffers(sizes[1], 4, gate_up_clamp, self.destroy)
 
+    def make_ready(self, l1: Any, l2: Any, staged: Buffers) -> Callable[[], None]:
+        """The library clears the workspace here, or else in the first call, when others may have written to it."""
+        self.made_ready = len(self.opened)
+        return nothing
+
     def destroy(self) -> None:
         self.destroyed += 1
 
@@ -125,6 +143,7 @@ class Pull:
         stage(x, weights, ids, Buffers(*into, limit=None, destroy=self.destroy))
 
     def run(self, y: None, l1: Any, l2: Any, staged: Buffers) -> torch.Tensor:
+        assert self.made_ready == len(self.opened), "called with a workspace that is still to be cleared"
         return compute(staged, *l1, *l2)
 
 
@@ -323,3 +342,56 @@ def test_ep_bench_takes_peers_by_name(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     assert said.count("failed: needs two GPUs or more") == 2
     assert main([*command, "--impl", "nobody"]) != 0
+
+
+class Slow(PeerLayer):
+    """A peer on a CPU: the all-to-all baseline, whose sessions open late on rank 1, and whose calls take `seconds`."""
+
+    opened: Path
+    seconds = 0.0
+
+    def __init__(self, name: str, shape: LayerShape, experts: Experts, group: Any) -> None:
+        self.note, self._rank, self._size = "slow", group.rank(), group.size()
+        self._layer = AllToAllExpertParallel(experts, group)
+
+    def bind(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Call:
+        mark = self.opened / f"{x.shape[0]} {self._rank}"
+        if not mark.exists():
+            time.sleep(0.3 * self._rank)
+            mark.touch()
+        return partial(self, x, topk_idx, topk_weights)
+
+    def __call__(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        assert all((self.opened / f"{x.shape[0]} {rank}").exists() for rank in range(self._size))
+        time.sleep(self.seconds)
+        return self._layer(x, topk_idx, topk_weights)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def measure_slow_peer(rank: int, opened: Path, tokens: list[int], seconds: float) -> tuple[list[Record], list[str]]:
+    """Records of our layer and a slow peer, and what the watchdog, which waits for 0.5 s, gave up."""
+    said: list[str] = []
+    Slow.opened, Slow.seconds = opened, seconds
+    true_layer, expert_parallel.PeerLayer = expert_parallel.PeerLayer, Slow
+    try:
+        bench = EpBench(SHAPE, "fp8_block", dist.group.WORLD, CPU, windows=1, watchdog=Watchdog(0.5, said.append))
+        runs = bench.run(tokens, [Variant(), Variant("flashinfer_pull")])
+        return [rec for measured in runs for rec in measured], said
+    finally:
+        expert_parallel.PeerLayer = true_layer
+
+
+def test_no_rank_calls_a_peer_before_all_have_opened_their_sessions(tmp_path: Path) -> None:
+    for records, _ in run_ranks(measure_slow_peer, 2, tmp_path, [2, 3], 0.0):
+        assert [(rec["impl"], rec["tokens_per_rank"]) for rec in records] == [
+            (impl, count) for count in (2, 3) for impl in ("warpring", "flashinfer_pull")
+        ]
+        assert all("p50_us" in rec for rec in records)
+
+
+def test_every_step_of_a_peer_is_watched_on_every_rank_and_none_of_ours(tmp_path: Path) -> None:
+    for rank, (_, said) in enumerate(run_ranks(measure_slow_peer, 2, tmp_path, [2], 0.6)):
+        assert set(said) == {f"{SHAPE.name} fp8_block: flashinfer_pull on rank {rank}, T=2, gave no answer in 0.5 s"}
+        assert len(said) >= 3, "the check, the windows that count and that do not"

@@ -32,7 +32,8 @@ class Session:
 
     Attributes:
         bind: (x [T, hidden] bf16, topk_idx int64 over all ranks' experts, topk_weights fp32) -> a call that gives
-            BF16 [T, hidden], valid until the next call. All ranks bind and call alike.
+            BF16 [T, hidden], valid until the next call. All ranks bind and call alike. When it has returned on all
+            ranks, and their GPUs have done what it queued, every buffer that other ranks write to is ready.
         close: frees its buffers; a collective.
     """
 
@@ -167,8 +168,14 @@ def _flashinfer_pull(timed_staging: bool, shape: LayerShape, experts: Experts, r
                 x, topk_weights, topk_idx, own.x, own.x_sf, own.topk_idx, own.topk_weights, **form
             )
 
+        def ready(own: Any) -> None:
+            """Make and clear the workspace, which the first call would do otherwise: other ranks' first calls write to
+            it, and a signal that is cleared is waited for for ever."""
+            pull.hopper_fp8_mega_launch_thunk(*legs, own)
+
         def bind(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Call:
             if timed_staging:
+                ready(buffers)
                 return lambda: (
                     stage(buffers, x, topk_idx, topk_weights),
                     pull.hopper_fp8_mega_moe(None, *legs, buffers),
@@ -176,6 +183,7 @@ def _flashinfer_pull(timed_staging: bool, shape: LayerShape, experts: Experts, r
             inputs = ("x", "x_sf", "topk_idx", "topk_weights")
             own = replace(buffers, **{name: symmetric(getattr(buffers, name)) for name in inputs})
             stage(own, x, topk_idx, topk_weights)
+            ready(own)
             return functools.partial(pull.hopper_fp8_mega_moe, None, *legs, own)
 
         def close() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from warpring.bench.read_peak import read_peak_gbs
 from warpring.bench.records import Record, record
 from warpring.bench.shapes import LayerShape
 from warpring.bench.timing import Timing, capture, percentiles
+from warpring.bench.watchdog import Watchdog
 from warpring.errors import ArgumentError, WarpringError
 from warpring.expert_parallel.baseline import AllToAllExpertParallel
 from warpring.expert_parallel.layer import ExpertParallelDecode
@@ -47,6 +49,8 @@ CALLS, ROUTINGS = 16, 8
 WARMUP, WINDOWS, REPLAYS = 10, 30, 3
 #: A variant whose output has a lower cosine with the all-to-all baseline is broken, and its time means nothing.
 LEAST_COSINE = 0.99
+#: Seconds that a rank of our layer waits for another: a bench is watched, and its GPUs are rented.
+TIMEOUT = 30.0
 _LINK_BYTES = 256 << 20
 
 
@@ -64,6 +68,7 @@ class EpBench:
         seed: of weights, inputs and routings.
         windows: timed windows.
         phases: told what takes how long; by default nobody.
+        watchdog: ends the process where a peer gives no answer.
     """
 
     shape: LayerShape
@@ -75,6 +80,7 @@ class EpBench:
     seed: int = 0
     windows: int = WINDOWS
     phases: Phases = field(default_factory=Phases)
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
     def num_ranks(self) -> int:
@@ -140,8 +146,7 @@ class EpBench:
                     wanted = self._wanted(reference, shared, calls[0])
                 with self.phases(f"T={count} checked"):
                     cosines = {
-                        variant: built.attempt(variant, partial(self._check, variant, layer, wanted, calls[0]))
-                        for variant, layer in list(built.layers.items())
+                        variant: self._checked(built, variant, wanted, calls[0]) for variant in list(built.layers)
                     }
                 timings = self._time(built, calls, f"T={count}")
                 for variant, layer in list(built.layers.items()):
@@ -188,6 +193,7 @@ class EpBench:
             packed=weights.packed(variant.activation, fused=fused) if self.device.type == "cuda" else None,
             comm_sms=variant.comm_sms,
             num_slots=variant.num_slots,
+            timeout=TIMEOUT,
             partition="sequence" if variant.impl == "shared" else variant.partition,
         )
         return SharedApart(layer, weights.shared) if variant.shared == "separate" else layer
@@ -233,6 +239,32 @@ class EpBench:
         routed = reference(call.x, call.topk_idx, call.topk_weights).double()
         return {False: routed} | ({} if shared is None else {True: routed + shared_output(shared, call.x).double()})
 
+    def _checked(
+        self, built: Built, variant: Variant, wanted: Mapping[bool, torch.Tensor], call: Inputs
+    ) -> float | None:
+        """Lowest cosine of a token with the baseline, over all ranks; None where the variant failed, is or has none."""
+        layer = built.layers[variant]
+        with self._watched(variant, call):
+            if isinstance(layer, PeerLayer):
+                # Libraries clear buffers that other ranks write to while a session opens: no call before all are open.
+                built.attempt(variant, partial(self._opened, layer, call))
+            if variant in built.layers:
+                return built.attempt(variant, partial(self._check, variant, layer, wanted, call))
+        return None
+
+    def _opened(self, layer: PeerLayer, call: Inputs) -> None:
+        """A peer's session for the call's count, on this rank."""
+        layer.bind(call.x, call.topk_idx, call.topk_weights)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _watched(self, variant: Variant, call: Inputs) -> AbstractContextManager[object]:
+        """Watches over a peer; our own layers and the baselines end by themselves."""
+        if not variant.is_peer:
+            return nullcontext()
+        count = call.x.shape[0]
+        return self.watchdog(f"{self.shape.name} {self.format}: {variant.impl} on rank {self.rank}, T={count},")
+
     def _check(self, variant: Variant, layer: Layer, wanted: Mapping[bool, torch.Tensor], call: Inputs) -> float | None:
         """Lowest cosine of a token with the baseline, over all ranks; None where the variant is or has none."""
         if not wanted or variant.impl == "nccl":
@@ -242,6 +274,7 @@ class EpBench:
         mine = torch.nn.functional.cosine_similarity(expected, got, dim=1).min().cpu()
         lowest = float(min(self._gather(mine)))
         if not lowest >= LEAST_COSINE:
+            raise_failure(layer)  # what the kernels say of it says more than a number
             raise WarpringError(f"cosine {lowest:.6f} with the baseline, at least {LEAST_COSINE} is asked")
         return lowest
 
@@ -250,14 +283,17 @@ class EpBench:
         replays: dict[Variant, Callable[[], object]] = {}
         with self.phases(f"{what} captured"):
             for variant, layer in list(built.layers.items()):
-                if (replay := built.attempt(variant, partial(self._replay, variant, layer, calls, order))) is not None:
+                with self._watched(variant, calls[0]):
+                    replay = built.attempt(variant, partial(self._replay, variant, layer, calls, order))
+                if replay is not None:
                     replays[variant] = replay
         samples: dict[Variant, list[float]] = {variant: [] for variant in replays}
         with self.phases(f"{what} timed"):
             for window in range(-1, self.windows):
                 for variant, replay in replays.items():
-                    self._barrier()
-                    mine = self._window(replay, WARMUP if window < 0 else REPLAYS) / len(order)
+                    with self._watched(variant, calls[0]):
+                        self._barrier()
+                        mine = self._window(replay, WARMUP if window < 0 else REPLAYS) / len(order)
                     if window >= 0:
                         samples[variant].append(mine)
         # The slowest rank of each window, told once: a gather a window would cost more than a short one takes.
