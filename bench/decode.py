@@ -20,7 +20,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from warpring.bench import bar
-from warpring.bench.console import HEADER, describe, row
+from warpring.bench.console import HEADER, describe, row, words
 from warpring.bench.inputs import read_load
 from warpring.bench.layer import LayerBench
 from warpring.bench.records import Record, append
@@ -32,10 +32,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "decode.jsonl"
 #: Where "recorded" routing comes from unless told otherwise: a model whose router was trained.
 LOAD = ROOT / "examples" / "tiny-qwen3-moe" / "training_log.json"
-
-
-def words(text: str) -> list[str]:
-    return text.split(",")
 
 
 def main() -> int:

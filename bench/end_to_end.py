@@ -40,6 +40,7 @@ from transformers import AttentionInterface, PreTrainedModel, Qwen3MoeConfig, Qw
 from transformers.integrations.moe import ExpertsInterface
 
 from warpring import Experts, PackedExperts
+from warpring.bench.console import words
 from warpring.bench.inputs import random_experts, random_packed
 from warpring.bench.layer import free_bytes
 from warpring.bench.records import Record, append, record
@@ -60,10 +61,6 @@ RESERVE_BYTES = 8 << 30
 LEAST_COSINE = 0.99
 SCALE = 0.02
 T = TypeVar("T")
-
-
-def words(text: str) -> list[str]:
-    return text.split(",")
 
 
 def numbers(text: str) -> list[int]:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from warpring.bench.console import words
 from warpring.bench.ep_compile import compile_ahead
 from warpring.bench.ep_peers import EP_PEERS, NOT_TIMED, why_not
 from warpring.bench.ep_points import (
@@ -164,10 +165,6 @@ def peers_of(bench: EpBench, names: Sequence[str]) -> tuple[Variant, ...]:
         if reason is not None and bench.rank == 0:
             print(f"{bench.shape.name}: {name} is left out, it {reason}", file=sys.stderr)
     return tuple(Variant(name) for name, reason in reasons.items() if reason is None)
-
-
-def words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
 
 
 def some_of(option: str, known: tuple[str, ...]) -> Callable[[str], list[str]]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from warpring import moe_decode, pack_experts
+from warpring.bench.console import words
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.ncu import DRAM_READ, METRICS, KernelProfile, parse_raw
 from warpring.bench.read_peak import read_peak_gbs
@@ -44,10 +45,6 @@ REQUESTS = (
 MARKER = "spin_kernel"
 SHOWN_STALLS = 3
 SECONDS = 300
-
-
-def words(text: str) -> list[str]:
-    return text.split(",")
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ import torch
 
 from warpring.bench.adapters import ADAPTERS, find_peers, why_not
 from warpring.bench.compared import PEER_LAYERS
-from warpring.bench.console import HEADER, describe, row
+from warpring.bench.console import HEADER, describe, row, words
 from warpring.bench.inputs import make_routing, random_experts
 from warpring.bench.layer import LEAST_COSINE, LayerBench, least_cosine
 from warpring.bench.markdown import BATCHES
@@ -40,10 +40,6 @@ RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
 TRIAL_SECONDS, TRIAL_SHARE = 180.0, 0.6
 #: How a line of a trial's output begins that says how it went.
 SAID = "trial: "
-
-
-def words(text: str) -> list[str]:
-    return text.split(",")
 
 
 def main() -> int:
@@ -111,20 +107,21 @@ def measure_layer(args: argparse.Namespace, model: str, format: str, peers: list
 def measure(
     args: argparse.Namespace, paths: list[str], model: str, format: str, peers: list[Peer], start: float
 ) -> list[str]:
-    """Append and print the records; says which batches the time did not suffice for."""
+    """Append and print the records; says which peers were wrong, and which batches the time did not suffice for."""
     bench = LayerBench(parse_shape(model), format, device=args.device, repeats=args.repeats)
     batches = [int(batch) for batch in args.batches]
-    runs = bench.run(batches, paths, peers=peers)
+    missing: list[str] = []
+    runs = bench.run(batches, paths, peers=peers, on_wrong=missing.append)
     for index, batch in enumerate(batches):
         if args.time_budget is not None and time.monotonic() - start > args.time_budget:
-            return [f"B={later}: left out, the time budget is spent" for later in batches[index:]]
+            return [*missing, *(f"B={later}: left out, the time budget is spent" for later in batches[index:])]
         measured = next(runs)
         if batch == batches[0]:
             print(f"\n{describe(measured[0])}\n{HEADER}")
         for rec in measured:
             append(args.output, rec)
             print(row(rec), flush=True)
-    return []
+    return missing
 
 
 def try_peer(name: str, model: str, format: str, batches: list[int], device: torch.device) -> Iterator[dict[str, Any]]:

@@ -14,16 +14,12 @@ from pathlib import Path
 
 import torch
 
-from warpring.bench.console import HEADER, describe, row
+from warpring.bench.console import HEADER, describe, row, words
 from warpring.bench.records import append
 from warpring.bench.shapes import parse_shape
 from warpring.bench.shared import SharedBench
 
 RESULTS = Path(__file__).parent / "results" / "shared.jsonl"
-
-
-def words(text: str) -> list[str]:
-    return text.split(",")
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import argparse
 import json
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,32 @@ def test_trial_of_a_dying_peer_is_told_not_suffered(monkeypatch: pytest.MonkeyPa
     tried = "trial: " + json.dumps({"cosine": 0.5, "most_tokens": 4})
     slow = popen([sys.executable, "-c", sleeper.format(f"print({json.dumps(tried)})")], **pipes)
     assert script["outcome"](slow, 3) == {"cosine": 0.5, "most_tokens": 4}
+
+
+def test_a_peer_that_is_wrong_in_the_run_costs_its_own_row_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = runpy.run_path(str(SCRIPT))
+
+    class Bench:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            """Of any layer."""
+
+        def run(self, batches: list[int], paths: list[str], *, peers: Any, on_wrong: Any) -> Iterator[list[Any]]:
+            on_wrong("'other' gives a wrong result, B=2")
+            yield [{"impl": "warpring", "num_tokens": 2}]
+
+    written: list[Any] = []
+    names = script["measure"].__globals__
+    monkeypatch.setitem(names, "LayerBench", Bench)
+    monkeypatch.setitem(names, "append", lambda _, rec: written.append(rec))
+    for shown in ("describe", "row"):
+        monkeypatch.setitem(names, shown, str)
+    args = argparse.Namespace(
+        device=CPU, repeats=1, batches=["2"], time_budget=None, output=tmp_path / "out", paths=["warp"]
+    )
+    assert script["measure_layer"](args, "gpt-oss-120b", "mxfp4", [], 0.0) == ["'other' gives a wrong result, B=2"]
+    assert [rec["impl"] for rec in written] == ["warpring"]
 
 
 def test_peer_that_fails_only_where_it_is_timed_costs_our_paths_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

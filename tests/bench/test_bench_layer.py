@@ -188,6 +188,28 @@ def test_peer_with_a_wrong_result_is_not_timed() -> None:
         next(bench().run([1], ["reference"], peers=[copying_peer(bind=bind)]))
 
 
+def test_peer_that_is_wrong_at_one_batch_costs_its_own_row_alone() -> None:
+    def bind(weights: Experts, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, out: torch.Tensor) -> Call:
+        sign = -1 if len(x) == 3 else 1
+        return lambda: out.copy_(sign * moe_reference(x, weights, ids, scores))
+
+    faulty = replace(copying_peer(bind=bind), name="faulty")
+    said: list[str] = []
+    runs = bench().run([2, 3, 4], ["reference"], peers=[faulty, copying_peer()], on_wrong=said.append)
+    assert [[rec["impl"] for rec in recs] for recs in runs] == [
+        ["warpring", "faulty", "other"], ["warpring", "other"], ["warpring", "faulty", "other"],
+    ]  # fmt: skip
+    (only,) = said
+    assert "'faulty' gives a wrong result" in only
+    assert "B=3 (cosine -" in only
+
+
+def test_a_path_of_ours_that_is_wrong_is_an_error_whoever_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "LEAST_COSINE", 2.0)
+    with pytest.raises(WarpringError, match="'reference' gives a wrong result"):
+        next(bench().run([1], ["reference"], peers=[copying_peer()], on_wrong=lambda _: None))
+
+
 def test_rank_with_few_of_the_experts_is_benched_though_some_tokens_have_none() -> None:
     rank = LayerShape("rank", hidden=64, intermediate=32, num_experts=3, topk=2, routed_over=12)
     recs = next(replace(bench(), shape=rank).run([4], ["reference", "classical"]))

@@ -1,4 +1,4 @@
-"""Decode records as lines of a terminal."""
+"""What the bench scripts read from a command line, and decode records as lines of a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ HEADER = (
     f"{'format':<12}{'path':<24}{'B':>4}{'p50 us':>11}{'p10':>10}{'p90':>10}"
     f"{'unique GB/s':>13}{'of peak':>9}{'requested':>11}{'launches':>10}"
 )
+
+
+def words(text: str) -> list[str]:
+    """How argparse reads a list of words between commas; empty ones do not count."""
+    return [word for word in text.split(",") if word]
 
 
 def describe(rec: Record) -> str:

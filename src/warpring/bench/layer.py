@@ -56,6 +56,11 @@ class WeightSet:
         return self.packed if path == "tile" and self.packed is not None else self.experts
 
 
+def refuse(said: str) -> None:
+    """Raise WarpringError with these words."""
+    raise WarpringError(said)
+
+
 @dataclass(frozen=True)
 class LayerBench:
     """What to bench.
@@ -88,6 +93,7 @@ class LayerBench:
         peers: Sequence[Peer] = (),
         most_tokens: Mapping[str, int] | None = None,
         on_stage: Callable[[str], None] = lambda _: None,
+        on_wrong: Callable[[str], object] = refuse,
     ) -> Iterator[list[Record]]:
         """Measure; yields the records of one batch (one a path or peer, timed in turns) as soon as it is done.
 
@@ -98,11 +104,13 @@ class LayerBench:
                 `most_tokens`.
             most_tokens: path -> the largest batch that it is measured at (default: any).
             on_stage: is told in words what goes on now.
+            on_wrong: is told in words of a peer whose output is wrong; if it returns, the batch has no record of that
+                peer. By default it raises.
 
         Raises:
             ArgumentError: bad batches, or weights that memory cannot hold.
             UnsupportedError: a path that does not run here.
-            WarpringError: a path or peer whose output is wrong.
+            WarpringError: a path whose output is wrong, or a peer unless `on_wrong` returns.
         """
         if not paths or (isinstance(batches, Sequence) and (not batches or min(batches) < 1)):
             raise ArgumentError(
@@ -120,7 +128,7 @@ class LayerBench:
             on_stage(f"B={num_tokens}")
             able = [peer for peer in peers if num_tokens <= peer.most_tokens]
             some = [path for path in paths if num_tokens <= (most_tokens or {}).get(path, num_tokens)]
-            yield self._measure(num_tokens, layers, sets, some, peak_gbs, able)
+            yield self._measure(num_tokens, layers, sets, some, peak_gbs, able, on_wrong)
 
     def _layers(self, num_tokens: int) -> list[Routing]:
         """A routing of its own for every layer of a replay, as many as make the replay outgrow the cache."""
@@ -170,6 +178,7 @@ class LayerBench:
         paths: Sequence[str],
         peak_gbs: float,
         peers: Sequence[Peer],
+        on_wrong: Callable[[str], object],
     ) -> list[Record]:
         generator = torch.Generator(self.device).manual_seed(self.seed)
         size = (len(layers), num_tokens, self.shape.hidden)
@@ -188,7 +197,10 @@ class LayerBench:
                 peer.bind(chosen[i].of_peers[peer.name], x[i], r.topk_idx, r.topk_weights, out[i])
                 for i, r in enumerate(layers)
             ]
-        self._check(variants, x, out, chosen, layers)
+        for name, said in self._wrong(variants, x, out, chosen, layers).items():
+            (refuse if name in paths else on_wrong)(said)
+            del variants[name]
+        peers = [peer for peer in peers if peer.name in variants]
         measured = measure(variants, self.device, self.repeats, eager=[p.name for p in peers if not p.capturable])
         traffic = [count_traffic(weights.experts, r.topk_idx) for weights, r in zip(chosen, layers, strict=True)]
         note = f"{len(layers)} layers a replay, {min(len(sets), len(layers))} weight sets"
@@ -197,14 +209,16 @@ class LayerBench:
         named: dict[str, Peer | None] = {path: None for path in paths} | {peer.name: peer for peer in peers}
         return [self._record(p, num_tokens, measured[p], traffic, peak_gbs, note, peer) for p, peer in named.items()]
 
-    def _check(
+    def _wrong(
         self,
         variants: dict[str, list[Call]],
         x: torch.Tensor,
         out: torch.Tensor,
         chosen: list[WeightSet],
         layers: list[Routing],
-    ) -> None:
+    ) -> dict[str, str]:
+        """The paths and peers whose first layer is not the exact one, and what is to be said of each."""
+        wrong: dict[str, str] = {}
         exact = moe_exact(x[0], chosen[0].experts, layers[0].topk_idx, layers[0].topk_weights, torch.float32)
         for path, calls in variants.items():
             out.fill_(math.nan)
@@ -213,10 +227,11 @@ class LayerBench:
             y = given if isinstance(given, torch.Tensor) else out[0]
             cosine = least_cosine(exact, y.float())
             if not cosine > LEAST_COSINE:
-                raise WarpringError(
-                    f"LayerBench.run: path {path!r} gives a wrong result for {self.shape.size} {self.format}, "
+                wrong[path] = (
+                    f"LayerBench.run: {path!r} gives a wrong result for {self.shape.size} {self.format}, "
                     f"B={x.shape[1]} (cosine {cosine:.4f} with the exact one); it was not timed. Please report this."
                 )
+        return wrong
 
     def _record(
         self,
