@@ -45,6 +45,19 @@ def test_doctor_names_versions_and_every_path_and_format(capsys: pytest.CaptureF
         assert found["classical", format].startswith("runs on")
 
 
+@pytest.mark.parametrize(("local_rank", "rank", "lines"), [("1", "1", 0), ("0", "8", 3), (None, None, 3)])
+def test_one_process_a_machine_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local_rank: str | None, rank: str | None,
+    lines: int,
+) -> None:  # fmt: skip
+    for name, value in (("LOCAL_RANK", local_rank), ("RANK", rank)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "facts", lambda: iter([("warpring", "1")]))
+    monkeypatch.setattr(doctor, "checks", lambda: iter([("tile", "bf16", "BROKEN: by a test", False)]))
+    assert main(["doctor"]) == (1 if lines else 0)
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
 @without_gpu
 def test_doctor_says_why_warp_does_not_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0

@@ -37,7 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts, then the outcome of each path and format."""
+    """Print the facts, then the outcome of each path and format: once a machine, whoever starts a process a GPU."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0
     for label, text in facts():
         print(f"{label:<16}{text}")
     print()
