@@ -192,11 +192,6 @@ struct Turn {
     int stage = 0;
     uint32_t parity = 0;
 
-    __device__ __forceinline__ void advance(int n) {
-        const int total = stage + n;
-        stage = total % kStagesOfRing;
-        parity ^= total / kStagesOfRing & 1;
-    }
     __device__ __forceinline__ void next() {
         if (++stage == kStagesOfRing) {
             stage = 0;
