@@ -13,7 +13,6 @@ from warpring.bench.phases import Phases
 from warpring.bench.shapes import LayerShape
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.expert_parallel.packing import PackedForRole2, pack_ep
-from warpring.expert_parallel.problem import ActivationForm
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor
 
@@ -59,14 +58,12 @@ def test_forms_are_those_of_all_experts(format: str, has_bias: bool) -> None:
             w13, w2, format="bf16", activation=wanted.activation, w13_bias=biases, w2_bias=wanted.w2_bias
         ),
     )
-    forms: tuple[ActivationForm, ...] = ("fp8", "bf16")
-    for form in forms:
-        for fused in (False, True):
-            packed = pack_ep(wanted, weights.shared if fused else None, activation=form)
-            got = weights.packed(form, fused=fused)
-            assert alike(got.routed, packed.routed)
-            assert alike(got.shared, packed.shared)
-            assert (got.gate, got.activation) == (packed.gate, packed.activation)
+    for fused in (False, True):
+        packed = pack_ep(wanted, weights.shared if fused else None)
+        got = weights.packed(fused=fused)
+        assert alike(got.routed, packed.routed)
+        assert alike(got.shared, packed.shared)
+        assert got.gate == packed.gate
 
 
 def test_every_form_is_made_once_and_every_expert_has_memory_of_its_own() -> None:
@@ -74,19 +71,15 @@ def test_every_form_is_made_once_and_every_expert_has_memory_of_its_own() -> Non
     weights = LayerWeights(SHAPE, "mxfp4", CPU, 0, phases=Phases(lines.append))
     assert not lines, "nothing is made before it is asked for"
     assert weights.experts is weights.experts
-    assert weights.packed("fp8") is weights.packed("fp8")
-    assert weights.packed("fp8", fused=True).routed is weights.packed("fp8").routed
-    assert weights.packed("bf16", fused=True).routed is weights.packed("bf16").routed
-    assert weights.packed("bf16").routed is not weights.packed("fp8").routed
+    assert weights.packed() is weights.packed()
+    assert weights.packed(fused=True).routed is weights.packed().routed
     assert [line.rsplit(" ", 2)[0] for line in lines] == [
         "experts",
-        "packed fp8",
+        "packed",
         "shared experts",
-        "packed fp8 with shared",
-        "packed bf16 with shared",
-        "packed bf16",
+        "packed with shared",
     ]
-    for images in (weights.packed("fp8").routed.w13, weights.experts.w13.data):
+    for images in (weights.packed().routed.w13, weights.experts.w13.data):
         assert images.untyped_storage().nbytes() == images.numel() * images.element_size()
         assert not torch.equal(images[0], images[1])
 
@@ -102,6 +95,6 @@ def test_ranks_have_experts_of_their_own_and_shared_ones_together() -> None:
 def test_what_cannot_be_is_refused() -> None:
     alone = replace(SHAPE, shared_experts=0)
     with pytest.raises(ArgumentError, match="has no shared experts"):
-        LayerWeights(alone, "mxfp4", CPU, 0).packed("fp8", fused=True)
+        LayerWeights(alone, "mxfp4", CPU, 0).packed(fused=True)
     with pytest.raises(UnsupportedError, match="no policy for mxfp8"):
-        LayerWeights(alone, "mxfp8", CPU, 0).packed("fp8")
+        LayerWeights(alone, "mxfp8", CPU, 0).packed()

@@ -72,6 +72,12 @@ inline uint32_t cvt_f32_f16x2(float high, float low) { return Half::encode(high)
 inline uint16_t cvt_f32x2_e4m3x2(float high, float low) {
     return uint16_t(E4M3::encode(high, true) << 8 | E4M3::encode(low, true));
 }
+inline uint16_t cvt_f16x2_e4m3x2(uint32_t halves) {
+    return cvt_f32x2_e4m3x2(half_to_float(halves >> 16), half_to_float(halves));
+}
+inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+    return cvt_f32_f16x2(half_to_float(a >> 16) - half_to_float(b >> 16), half_to_float(a) - half_to_float(b));
+}
 inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     const auto product = [&](int shift) {
         return BFloat16::encode(double(bf16_to_float(a >> shift & 0xffffu)) * bf16_to_float(b >> shift & 0xffffu))

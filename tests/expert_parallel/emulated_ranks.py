@@ -93,8 +93,8 @@ def expected(problem: Problem, call: Call) -> torch.Tensor:
     """What the ranks give with fake_experts.cu in role2's place: bit for bit."""
     n, topk = call.num_tokens, problem.topk
     tokens = publish(problem, call.x[:n])
-    groups = tokens.codes.float().unflatten(1, (problem.scales_per_token, -1))
-    values = (groups * tokens.scale[:, :, None]).flatten(1)[:, : problem.hidden]
+    terms = tokens.codes.float().unflatten(1, (problem.scales_per_token, -1, 128))
+    values = (terms.sum(2) * tokens.scale[:, :, None]).flatten(1)[:, : problem.hidden]
     idx = call.topk_idx[:n].long()
     valid = torch.ones(n, problem.num_slots_per_token, dtype=torch.bool)
     valid[:, :topk] = (idx >= 0) & (idx < problem.num_experts)

@@ -12,7 +12,7 @@ struct Ring {
     uint64_t block_base;
 
     __device__ uint8_t* act(int slot, int task, int n) const {
-        return params.gmem_ring_act + ((int64_t(slot) * kNeuronTasks + task) * kBlockM + n) * 64 * kElementBytes;
+        return params.gmem_ring_act + ((int64_t(slot) * kNeuronTasks + task) * kBlockM + n) * 64 * kTerms;
     }
     __device__ float& act_scale(int slot, int task, int n) const {
         return params.gmem_ring_act_scale[(int64_t(slot) * kNeuronTasks + task) * kBlockM + n];
@@ -23,14 +23,13 @@ struct Ring {
         const RingPlace place = ring_place(params, block_base, block);
         if (__syncthreads_or(threadIdx.x == 0 && !wait_l1_full(params, sync, place))) return false;
         const int count = ring_info(params, place.slot).count, width = block_width(count);
-        for (int i = threadIdx.x; i < count * 64 * kElementBytes; i += kThreads) {
-            const int n = i / (64 * kElementBytes), byte = i % (64 * kElementBytes);
-            const int at = task * 64 * kElementBytes + byte;
-            if (at >= kHiddenPadded * kElementBytes) continue;
-            const uint8_t* chunk = ring_x(params, place.slot) + at / kChunkBytes * width * kChunkBytes;
-            act(place.slot, task, n)[byte] = chunk[image_offset(width, at % kChunkBytes / 16, n) + at % 16];
-            const int group = kFp8 ? task / 2 : 0;
-            if (byte == 0) act_scale(place.slot, task, n) = ring_x_scale(params, place.slot)[group * kBlockM + n];
+        for (int i = threadIdx.x; i < count * 64 * kTerms; i += kThreads) {
+            const int n = i / (64 * kTerms), byte = i % (64 * kTerms), term = byte / 64;
+            const int column = task * 64 + byte % 64, piece = column % 128 / 16;
+            if (column >= kHiddenPadded) continue;
+            const uint8_t* chunk = ring_x(params, place.slot) + (column / 128 * kTerms + term) * width * kChunkBytes;
+            act(place.slot, task, n)[byte] = chunk[image_offset(width, piece, n) + column % 16];
+            if (byte == 0) act_scale(place.slot, task, n) = ring_x_scale(params, place.slot)[task / 2 * kBlockM + n];
         }
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -51,11 +50,12 @@ struct Ring {
         for (int i = threadIdx.x; i < info.count * 128; i += kThreads) {
             const int n = i / 128, column = task * 128 + i % 128;
             if (column >= kHidden) continue;
-            const uint8_t* code = act(place.slot, column / 64, n) + column % 64 * kElementBytes;
-            const uint32_t half = kFp8 ? cvt_e4m3x2_f16x2_low(*code) : *reinterpret_cast<const uint16_t*>(code);
+            const uint8_t* code = act(place.slot, column / 64, n) + column % 64;
+            float sum = 0.f;
+            for (int t = 0; t < kTerms; ++t) sum += cvt_f16_f32_low(cvt_e4m3x2_f16x2_low(code[64 * t]));
             const int expert = info.expert < kLocalExperts ? params.peers.rank * kLocalExperts + info.expert
                                                            : kExperts + info.expert - kLocalExperts;
-            const float x = cvt_f16_f32_low(half) * act_scale(place.slot, column / 64, n);
+            const float x = sum * act_scale(place.slot, column / 64, n);
             const float y = x * info.weight[n] * float(expert + 1);
             const int owner = info.pair_id[n] / per_rank, row = info.pair_id[n] % per_rank;
             uint8_t* gmem_out =

@@ -88,34 +88,34 @@ def bf16_row(generator: torch.Generator, low: int, high: int) -> torch.Tensor:
 
 @given(seed=st.integers(0, 2**31), high=st.integers(-90, 127), span=st.integers(0, 60))
 @settings(max_examples=100, deadline=None)
-def test_bf16_tokens_travel_exactly_down_to_2_to_the_minus_29_of_the_largest(seed: int, high: int, span: int) -> None:
+def test_bf16_tokens_travel_exactly_down_to_2_to_the_minus_9_of_the_largest(seed: int, high: int, span: int) -> None:
     low = max(high - span, -126)
     x = bf16_row(torch.Generator().manual_seed(seed), low, high)[None]
     codes, scale = quantize(x.float(), "bf16")
-    back = codes.double() * scale.double()[:, None]
+    back = codes.double().sum(1) * scale.double()[:, None]
     largest = x.double().abs().max()
-    near = x.double().abs() >= largest * 2.0**-29
+    near = x.double().abs() >= largest * 2.0**-9
     assert torch.equal(back[near], x.double()[near])
-    assert float((back - x.double()).abs().max()) <= float(largest) * 2.0**-39
+    assert float((back - x.double()).abs().max()) <= float(largest) * 2.0**-17
 
 
-@pytest.mark.parametrize("exponent", [-133, -126, -113, -112, -111, 0, 127])
+@pytest.mark.parametrize("exponent", [-133, -126, -120, -119, -118, 0, 127])
 def test_a_bf16_token_of_any_size_travels_exactly(exponent: int) -> None:
     x = torch.ldexp(torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64), torch.tensor(exponent)).bfloat16()[None]
     assert x[0, 0] != 0
     codes, scale = quantize(x.float(), "bf16")
-    assert torch.equal(codes.double() * scale.double()[:, None], x.double())
+    assert torch.equal(codes.double().sum(1) * scale.double()[:, None], x.double())
     assert scale.isfinite().all()
     assert scale.item() >= 2.0**-126
-    magnitude = codes[0, 0].abs().item()
-    assert 2.0**14 <= magnitude < 2.0**15 or exponent < -112
+    magnitude = codes.float()[0, 0, 0].item()
+    assert 2.0**7 <= magnitude < 2.0**8 or exponent < -119
 
 
 @pytest.mark.parametrize("value", [1e-40, 2.0**-126, 3.1e-38, 1e-20, 0.3, 448.0, 1e30, 3e38])
 def test_fp8_groups_of_any_size_keep_three_significant_bits(value: float) -> None:
     x = torch.linspace(0.5, 1, 128)[None] * value
     codes, scale = quantize(x, "fp8")
-    back = codes.double() * scale.double()[:, None]
+    back = codes.double().squeeze(1) * scale.double()[:, None]
     tolerance = 2.0**-4 if value > 1e-35 else 1.0
     assert torch.all((back - x.double()).abs() <= x.double() * tolerance + 448 * 2.0**-126 * 2.0**-10)
     assert codes.float().abs().max() <= 448
@@ -127,7 +127,7 @@ def test_fp8_code_is_the_nearest_even() -> None:
     x = torch.tensor([[448.0, 17.0, 19.0, 16.99, 2.0**-10, 3 * 2.0**-10, -432.0]])
     codes, scale = quantize(x, "fp8")
     assert scale.item() == 1
-    assert codes.float().tolist() == [[448.0, 16.0, 20.0, 16.0, 0.0, 2.0**-8, -448.0]]
+    assert codes.float().squeeze(1).tolist() == [[448.0, 16.0, 20.0, 16.0, 0.0, 2.0**-8, -448.0]]
 
 
 @pytest.mark.parametrize("activation", FORMS)
@@ -257,7 +257,8 @@ def test_sums_of_blocks_are_multiplied_and_added_with_one_rounding() -> None:
     operands = e4m3_operands(weight, 512)
     once, twice = torch.zeros(9, 40), torch.zeros(9, 40)
     for part, columns in enumerate(torch.arange(512).split(128)):
-        products = e4m3_sums(codes.view(torch.uint8)[:, columns].view(codes.dtype), operands.values[:, columns])
+        part_codes = codes.view(torch.uint8)[:, None, columns].view(codes.dtype)
+        products = e4m3_sums(part_codes, operands.values[:, columns])
         factor = operands.factors[:, part] * scale[:, part, None]
         for row in range(9):
             for column in range(40):

@@ -64,7 +64,7 @@ class HostRanks(Ranks):
         super().__init__(problem, **options)
         monkeypatch.setattr(roles, "load", lambda spec, device_index: spec)
         self.packed = [
-            pack_ep(local_experts(weights.routed, r, problem.num_ranks), weights.shared, activation=problem.activation)
+            pack_ep(local_experts(weights.routed, r, problem.num_ranks), weights.shared)
             for r in range(problem.num_ranks)
         ]
         per_sm = ctas_per_sm(problem)

@@ -50,7 +50,7 @@ def packed_for(problem: Problem, **changed: Any) -> tuple[Experts, EpPacked]:
     shared = (
         make_inputs(1, *sizes, other.num_shared, 1, format="fp8_block", seed=2).experts if other.num_shared else None
     )
-    return experts, pack_ep(experts, shared, activation=other.activation)
+    return experts, pack_ep(experts, shared)
 
 
 def test_packed_experts_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_packed_experts_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
 def test_layers_on_one_set_of_packed_weights_give_the_bits_of_layers_that_pack(num_shared: int) -> None:
     problem = replace(GPU_PROBLEM, num_shared=num_shared)
     experts, shared = experts_of(problem)
-    packed = pack_ep(experts, shared, activation=problem.activation)
+    packed = pack_ep(experts, shared)
     buffers = Buffers(problem)
     buffers.fill(32, seed=4)
     outputs: list[torch.Tensor] = []
@@ -98,7 +98,6 @@ def test_packed_experts_on_a_cpu_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"activation": "bf16"}, r"packed\.activation must be fp8; got bf16"),
         ({"format": "fp8_channel"}, r"packed\.routed\.format must be fp8_block; got fp8_channel"),
         ({"num_experts": 5}, r"packed\.routed\.w13 must be \(4, 1, 1, 16512\); got \(5, 1, 1, 16512\)"),
         ({"hidden": 256}, r"packed\.routed\.w13 must be .* got \(4, 1, 2, 16512\)"),

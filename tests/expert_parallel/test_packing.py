@@ -41,20 +41,17 @@ def code_bytes(stored: QuantizedTensor) -> torch.Tensor:
     return stored.data.view(torch.uint8)
 
 
-@pytest.mark.parametrize("activation", FORMS)
 @pytest.mark.parametrize("format", POLICIES)
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-def test_unpacking_gives_every_bit_back(
-    format: str, activation: ActivationForm, hidden: int, intermediate: int
-) -> None:
+def test_unpacking_gives_every_bit_back(format: str, hidden: int, intermediate: int) -> None:
     experts = random_experts(format, hidden, intermediate, hidden + intermediate)
     for stored in (experts.w13, experts.w2):
-        images, flushed = pack_matrix(stored, activation)
+        images, flushed = pack_matrix(stored)
         rows = intermediate if len(stored.shape) == 4 else hidden
         per_task = 64 if len(stored.shape) == 4 else 128
         assert images.shape == (2, -(-rows // per_task), -(-stored.shape[-1] // 128), image_bytes(format))
         assert flushed == 0
-        back = unpack_matrix(images, format, stored.shape, activation)
+        back = unpack_matrix(images, format, stored.shape)
         get_format(format).check(back)
         assert torch.equal(code_bytes(back), code_bytes(stored))
         assert back.scale is not None
@@ -62,68 +59,54 @@ def test_unpacking_gives_every_bit_back(
         assert torch.equal(back.scale, stored.scale)
 
 
-@pytest.mark.parametrize("activation", FORMS)
-def test_codes_lie_where_the_lanes_of_a_warp_take_them(activation: ActivationForm) -> None:
+def test_codes_lie_where_the_lanes_of_a_warp_take_them() -> None:
     rows, cols = 128, 256
     data = torch.randint(0, 256, (1, 2, 64, cols), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     data[data & 0x7F == 0x7F] = 0
     stored = QuantizedTensor(
         "fp8_block", (1, 2, 64, cols), data.view(torch.float8_e4m3fn), torch.ones(1, 2, 1, cols // 128)
     )
-    image = pack_matrix(stored, activation)[0][0, 0]
+    image = pack_matrix(stored)[0][0, 0]
     for row in range(0, rows, 7):
         warp, half, g = row // 16, row % 16 // 8, row % 8
         want = data[0, half, 8 * warp + g]
         for column in range(0, cols, 5):
             chunk, step, at = column // 128, column % 128 // 32, column % 32
-            if activation == "fp8":  # register 2 (at / 16) + half, byte at % 4
-                q, byte = at % 16 // 4, (2 * (at // 16) + half) * 4 + at % 4
-            else:  # of two products: register 2 (at % 16 / 8) + half of FP16 pairs
-                q, byte = at % 8 // 2, at // 8 * 4 + half * 2 + at % 2
+            q, byte = at % 16 // 4, (2 * (at // 16) + half) * 4 + at % 4  # register 2 (at / 16) + half, byte at % 4
             lane = 4 * g + q
             assert image[chunk, warp * 2048 + step * 512 + lane * 16 + byte] == want[column]
 
 
-@pytest.mark.parametrize("activation", FORMS)
-def test_mxfp4_codes_are_operands_where_the_kernels_masks_have_them(activation: ActivationForm) -> None:
-    """The decoding of ep_weights.cuh, lane by lane, against E2M1's bits at their place in E4M3 and FP16."""
+def test_mxfp4_codes_are_operands_where_the_kernels_masks_have_them() -> None:
+    """The decoding of ep_weights.cuh, lane by lane, against E2M1's bits at their place in E4M3."""
     stored = random_experts("mxfp4", 256, 64, 4).w2[0]  # [256, 64]
     codes = torch.stack((stored.data & 15, stored.data >> 4), -1).flatten(-2).tolist()
-    images = pack_matrix(random_experts("mxfp4", 256, 64, 4).w2, activation)[0][0].contiguous()
+    images = pack_matrix(random_experts("mxfp4", 256, 64, 4).w2)[0][0].contiguous()
     for task, warp, step, lane in ((0, 0, 0, 0), (0, 3, 1, 13), (1, 7, 1, 31), (1, 2, 0, 6)):
         words = images[task, 0].view(torch.int32)[warp * 256 + lane * 4 + step * 2 :][:2].tolist()
         low, high = (word & 0xFFFFFFFF for word in words)
         row, q = task * 128 + warp * 16 + lane // 4, lane % 4
-        if activation == "fp8":
-            a = [low, high, low << 1 ^ high >> 2, low << 2 ^ high << 3]
-            for r, register in enumerate(a):
-                for byte in range(4):
-                    code = codes[row + r % 2 * 8][step * 32 + r // 2 * 16 + 4 * q + byte]
-                    assert register >> 8 * byte & 0x9C == (code & 8) << 4 | (code & 7) << 2
-        else:
-            for half, word in enumerate((low, high)):
-                for group, register in enumerate((word, word << 8, word << 5 ^ word << 7, word >> 3 ^ word << 15)):
-                    for n in range(2):
-                        code = codes[row + half * 8][step * 32 + group * 8 + 2 * q + n]
-                        assert register >> 16 * n & 0x8E00 == (code & 8) << 12 | (code & 7) << 9
+        a = [low, high, low << 1 ^ high >> 2, low << 2 ^ high << 3]
+        for r, register in enumerate(a):
+            for byte in range(4):
+                code = codes[row + r % 2 * 8][step * 32 + r // 2 * 16 + 4 * q + byte]
+                assert register >> 8 * byte & 0x9C == (code & 8) << 4 | (code & 7) << 2
 
 
-@pytest.mark.parametrize("activation", FORMS)
-def test_mxfp4_blocks_of_a_row_may_be_of_any_size(activation: ActivationForm) -> None:
+def test_mxfp4_blocks_of_a_row_may_be_of_any_size() -> None:
     experts = random_experts("mxfp4", 256, 64, 5)
     w13 = experts.w13
     assert w13.scale is not None
     w13.scale[:] = torch.randint(1, 255, w13.scale.shape, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
-    images, flushed = pack_matrix(w13, activation)
+    images, flushed = pack_matrix(w13)
     assert flushed == 0
-    back = unpack_matrix(images, "mxfp4", w13.shape, activation)
+    back = unpack_matrix(images, "mxfp4", w13.shape)
     assert torch.equal(back.data, w13.data)
     assert back.scale is not None
     assert torch.equal(back.scale, w13.scale)
 
 
-@pytest.mark.parametrize("activation", FORMS)
-def test_mxfp4_loses_blocks_of_the_least_scale_alone_and_keeps_nan(activation: ActivationForm) -> None:
+def test_mxfp4_loses_blocks_of_the_least_scale_alone_and_keeps_nan() -> None:
     experts = random_experts("mxfp4", 1024, 64, 3)
     w2 = experts.w2  # [2, 1024, 64]
     assert w2.scale is not None
@@ -131,10 +114,10 @@ def test_mxfp4_loses_blocks_of_the_least_scale_alone_and_keeps_nan(activation: A
     w2.scale[1] = 0
     w2.data[1] = 0x80  # zeros of both signs: nothing is lost
     want = get_format("mxfp4").dequantize(w2)
-    images, flushed = pack_matrix(w2, activation)
+    images, flushed = pack_matrix(w2)
     assert flushed == int((want[0, :4] != 0).sum()) > 0
     want[:, :4] = 0
-    back = get_format("mxfp4").dequantize(unpack_matrix(images, "mxfp4", w2.shape, activation))
+    back = get_format("mxfp4").dequantize(unpack_matrix(images, "mxfp4", w2.shape))
     torch.testing.assert_close(back, want, rtol=0, atol=0, equal_nan=True)
     assert bool(back[0, 1020:].isnan().all())
     assert not bool(back[0, :1020].isnan().any())
@@ -146,27 +129,27 @@ def test_weights_of_a_model_flush_nothing() -> None:
     w13 = torch.randn(1, 512, 1024, generator=g) * torch.exp2(torch.randint(-8, 9, (1, 512, 1), generator=g))
     w13[..., ::10] *= 100
     w2 = torch.randn(1, 1024, 256, generator=g) * 0.02
-    assert pack_ep(Experts.from_dense(w13, w2, format="mxfp4"), activation="fp8").flushed == 0
+    assert pack_ep(Experts.from_dense(w13, w2, format="mxfp4")).flushed == 0
 
 
 @pytest.mark.parametrize("format", sorted(set(FORMATS) - set(POLICIES)))
 def test_a_format_without_a_policy_is_refused_by_name(format: str) -> None:
     with pytest.raises(UnsupportedError, match=format):
-        pack_ep(random_experts(format, 128, 64, 0), activation="fp8")
+        pack_ep(random_experts(format, 128, 64, 0))
 
 
 def test_shared_experts_must_fit_the_routed_ones() -> None:
     routed = random_experts("mxfp4", 128, 64, 0)
-    packed = pack_ep(routed, random_experts("fp8_block", 128, 64, 1), activation="bf16")
+    packed = pack_ep(routed, random_experts("fp8_block", 128, 64, 1))
     assert packed.shared is not None
     assert packed.nbytes == packed.routed.nbytes + packed.shared.nbytes
     for other in (random_experts("fp8_block", 160, 64, 1), Experts(routed.w13, routed.w2, gpt_oss_swiglu())):
         with pytest.raises(ArgumentError, match="shared experts"):
-            pack_ep(routed, other, activation="fp8")
+            pack_ep(routed, other)
 
 
 def test_what_the_kernel_is_handed_names_the_packed_tensors() -> None:
-    packed = pack_ep(random_experts("fp8_block", 128, 64, 0), activation="fp8")
+    packed = pack_ep(random_experts("fp8_block", 128, 64, 0))
     arguments = packed.arguments()
     assert arguments.gmem_w13 == packed.routed.w13.data_ptr()
     assert arguments.gmem_w2 == packed.routed.w2.data_ptr()

@@ -58,7 +58,7 @@ def test_padded_sizes() -> None:
     assert (ragged.hidden_padded, ragged.num_output_tasks) == (2944, 23)
     assert (ragged.intermediate_padded, ragged.num_neuron_tasks) == (2944, 46)
     assert replace(SMALL, intermediate=32).intermediate_padded == 64
-    assert (ragged.scales_per_token, replace(ragged, activation="bf16").scales_per_token) == (23, 1)
+    assert (ragged.scales_per_token, replace(ragged, activation="bf16").scales_per_token) == (23, 23)
 
 
 @pytest.mark.parametrize(("topk", "expected"), [(1, 8), (2, 8), (3, 16), (6, 32), (12, 64), (32, 64)])

@@ -24,7 +24,7 @@ def codes(*shape: int) -> torch.Tensor:
 def test_sums_are_exact_where_the_bits_suffice() -> None:
     x = torch.tensor([[1.0, 2.0, -3.0, 448.0]]).repeat(1, 32).to(torch.float8_e4m3fn)
     w = torch.tensor([[1.0, 1.0, 1.0, 0.5], [0.0, 0.0, 0.0, 0.0]]).repeat(1, 32)
-    assert e4m3_sums(x, w).tolist() == [[32 * 224.0, 0.0]]
+    assert e4m3_sums(x[:, None], w).tolist() == [[32 * 224.0, 0.0]]
 
 
 def test_terms_far_below_the_largest_are_dropped() -> None:
@@ -32,23 +32,38 @@ def test_terms_far_below_the_largest_are_dropped() -> None:
     x[0, 0], x[0, 1:] = 448.0, 2.0**-6
     w = torch.ones(1, 32)
     # 448 leaves 13 bits down to 2^-5: terms of 2^-6 are cut off, however many there are.
-    assert e4m3_sums(x.to(torch.float8_e4m3fn), w).item() == 448.0
+    assert e4m3_sums(x[:, None].to(torch.float8_e4m3fn), w).item() == 448.0
     w[0, 1:] = 2.0
-    assert e4m3_sums(x.to(torch.float8_e4m3fn), w).item() == 448.0 + 31 * 2.0**-5
+    assert e4m3_sums(x[:, None].to(torch.float8_e4m3fn), w).item() == 448.0 + 31 * 2.0**-5
 
 
 @pytest.mark.parametrize("cols", [32, 64, 128])
 def test_sums_lose_about_13_bits_and_no_more(cols: int) -> None:
     x, w = codes(16, cols), codes(48, cols).float()
     exact = x.double() @ w.double().T
-    error = rms_rel_error(e4m3_sums(x, w), exact)
+    error = rms_rel_error(e4m3_sums(x[:, None], w), exact)
     assert 1e-6 < error < 2.0**-10
+
+
+@pytest.mark.parametrize("cols", [32, 64, 128])
+def test_terms_of_32_columns_follow_each_other_the_last_one_first(cols: int) -> None:
+    high, low, w = codes(5, cols), codes(5, cols), codes(9, cols).float()
+    order = torch.stack((low.view(torch.uint8), high.view(torch.uint8)), 1).unflatten(2, (-1, 32))
+    one = order.transpose(1, 2).flatten(1).view(torch.float8_e4m3fn)
+    both = w.unflatten(1, (-1, 1, 32)).expand(-1, -1, 2, -1).flatten(1)
+    want = torch.zeros(5, 9)
+    if cols == 32:  # the sum of one term is where that of the next begins
+        want = e4m3_sums(one[:, None, :], both)
+    got = e4m3_sums(torch.stack((high.view(torch.uint8), low.view(torch.uint8)), 1).view(torch.float8_e4m3fn), w)
+    exact = (high.double() + low.double()) @ w.double().T
+    assert rms_rel_error(got, exact) < 2.0**-9
+    assert cols != 32 or torch.equal(got, want)
 
 
 def test_nan_stays() -> None:
     x, w = codes(2, 32).float(), codes(3, 32).float()
     x[1, 4] = torch.nan
-    sums = e4m3_sums(x.to(torch.float8_e4m3fn), w)
+    sums = e4m3_sums(x[:, None].to(torch.float8_e4m3fn), w)
     assert sums[0].isfinite().all()
     assert sums[1].isnan().all()
 

@@ -99,7 +99,7 @@ def test_bytes_are_as_the_formula_says(problem: Problem, ctas: tuple[int, int]) 
     layout = plan_layout(problem, schedule)
     tokens, topk, ranks = problem.max_tokens_per_rank, problem.topk, problem.num_ranks
     hidden_p, intermediate_p = -(-problem.hidden // 128) * 128, -(-problem.intermediate // 64) * 64
-    column, partial, scales = (1, 2, hidden_p // 128) if problem.activation == "fp8" else (2, 4, 1)
+    (column, partial), scales = (1, 2) if problem.activation == "fp8" else (2, 4), hidden_p // 128
     row = -(-(column * hidden_p + 4 * scales + 4 * topk) // 128) * 128
     symmetric = 1152 + 32 * ranks * -(-tokens * topk // 4) + tokens * row
     symmetric += partial * tokens * (topk + problem.num_shared) * problem.hidden

@@ -12,7 +12,6 @@ from warpring.bench.phases import Phases
 from warpring.bench.shapes import LayerShape
 from warpring.errors import ArgumentError
 from warpring.expert_parallel.packing import EpPacked, PackedForRole2, pack_ep
-from warpring.expert_parallel.problem import ActivationForm
 from warpring.experts import Experts
 
 
@@ -47,7 +46,7 @@ class LayerWeights:
         self._local = replace(shape, num_experts=shape.num_experts // num_ranks, topk=1)
         self._seed, self._rank = seed, rank
         self._phases = phases or Phases()
-        self._packed: dict[tuple[ActivationForm, bool], EpPacked] = {}
+        self._packed: dict[bool, EpPacked] = {}
 
     @cached_property
     def _few(self) -> Experts:
@@ -86,21 +85,20 @@ class LayerWeights:
             )  # fmt: skip
             return repeat_experts(dense, self._which)
 
-    def packed(self, activation: ActivationForm, *, fused: bool = False) -> EpPacked:
+    def packed(self, *, fused: bool = False) -> EpPacked:
         """What `pack_ep` makes of the experts, with the shared ones or without; the routed part is one for both.
 
         Raises:
             UnsupportedError: the kernels have no policy for the format.
         """
-        key = (activation, fused)
-        if key not in self._packed:
+        if fused not in self._packed:
             shared = self.shared if fused else None
-            with self._phases(f"packed {activation}{' with shared' if fused else ''}"):
-                few = pack_ep(self._few, shared, activation=activation)
-                twin = self._packed.get((activation, not fused))
+            with self._phases(f"packed{' with shared' if fused else ''}"):
+                few = pack_ep(self._few, shared)
+                twin = self._packed.get(not fused)
                 routed = _repeated(few.routed, self._which) if twin is None else twin.routed
-                self._packed[key] = replace(few, routed=routed)
-        return self._packed[key]
+                self._packed[fused] = replace(few, routed=routed)
+        return self._packed[fused]
 
 
 def _repeated(few: PackedForRole2, which: torch.Tensor) -> PackedForRole2:

@@ -190,7 +190,7 @@ class EpBench:
             self.group,
             experts,
             shared=weights.shared if fused else None,
-            packed=weights.packed(variant.activation, fused=fused) if self.device.type == "cuda" else None,
+            packed=weights.packed(fused=fused) if self.device.type == "cuda" else None,
             comm_sms=variant.comm_sms,
             num_slots=variant.num_slots,
             timeout=TIMEOUT,

@@ -30,10 +30,10 @@ _FRACTION_BITS = 23
 
 @dataclass(frozen=True)
 class Published:
-    """Tokens in the form in which they travel; value = code * scale of the column's group.
+    """Tokens in the form in which they travel; value = sum of its terms' codes * scale of the column's group.
 
     Attributes:
-        codes: [num_tokens, hidden_padded], E4M3 ("fp8") or FP16 ("bf16").
+        codes: E4M3 [num_tokens, hidden_padded * terms]: the terms of a scale's columns follow each other.
         scale: FP32 [num_tokens, scales_per_token].
     """
 
@@ -42,7 +42,7 @@ class Published:
 
     def __getitem__(self, rows: torch.Tensor | slice) -> Published:
         """Some of the tokens."""
-        return Published(_bytes_if_fp8(self.codes)[rows].view(self.codes.dtype), self.scale[rows])
+        return Published(self.codes.view(torch.uint8)[rows].view(self.codes.dtype), self.scale[rows])
 
 
 def partial_dtype(activation: ActivationForm) -> torch.dtype:
@@ -53,30 +53,38 @@ def partial_dtype(activation: ActivationForm) -> torch.dtype:
 def quantize(groups: torch.Tensor, activation: ActivationForm) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 values to what the tensor cores eat, a scale for each vector of the last dimension (ep_quantize.cuh).
 
-    "fp8": E4M3, scale = amax / 448, at least 2^-126, and 1 for zeros. "bf16": FP16 of the values times the power of two
-    that brings the largest magnitude into [2^14, 2^15), 2^126 at most. A NaN is larger than everything; with one, or an
-    infinity, the group's values are lost and its sums become NaN or infinite.
+    "fp8": E4M3, scale = amax / 448, at least 2^-126, and 1 for zeros. "bf16": the sum of two E4M3 numbers, scale = the
+    power of two that brings the largest magnitude into [2^7, 2^8), 2^-126 at least: BF16 values of 2^-9 of it or more
+    stay as they are, of others at most 2^-17 of it is lost. A NaN is larger than everything; with one, or an infinity,
+    the group's values are lost and its sums become NaN or infinite.
+
+    Args:
+        groups: FP32 [..., n].
+        activation: the form.
 
     Returns:
-        codes [..., n] and FP32 scale [...] with value = code * scale.
+        E4M3 codes [..., terms, n] and FP32 scale [...] with value = sum of codes * scale.
     """
     amax = (groups.contiguous().view(torch.int32) & _ABS).amax(-1, keepdim=True)
     if activation == "fp8":
         scale = divide(amax.view(torch.float32), E4M3_MAX)
         scale = torch.where(scale < _LEAST_SCALE, _LEAST_SCALE, scale)
         scale = torch.where(amax == 0, 1.0, scale)
-        return to_e4m3(groups * scale.reciprocal()), scale.squeeze(-1)
-    exponent = (amax >> _FRACTION_BITS).clamp(min=15)
-    multiplier = ((268 - exponent) << _FRACTION_BITS).view(torch.float32)
-    scale = ((exponent - 14) << _FRACTION_BITS).view(torch.float32)
-    return (groups * multiplier).half(), scale.squeeze(-1)
+        return to_e4m3(groups * scale.reciprocal()).unsqueeze(-2), scale.squeeze(-1)
+    exponent = (amax >> _FRACTION_BITS).clamp(min=8)
+    multiplier = ((261 - exponent) << _FRACTION_BITS).view(torch.float32)
+    scale = torch.where(exponent == 255, amax, (exponent - 7) << _FRACTION_BITS).view(torch.float32)
+    halves = (groups * multiplier).half().float()
+    first = to_e4m3(halves.clamp(-E4M3_MAX, E4M3_MAX))  # of an infinity, as the hardware has it
+    second = to_e4m3((halves - first.float()).clamp(-E4M3_MAX, E4M3_MAX))
+    codes = torch.stack([term.view(torch.uint8) for term in (first, second)], -2).view(first.dtype)
+    return codes, scale.squeeze(-1)
 
 
 def publish(problem: Problem, x: torch.Tensor) -> Published:
     """role1's first half: BF16 tokens [num_tokens, hidden] as they travel."""
     columns = pad(x.float(), (0, problem.hidden_padded - problem.hidden))
-    groups = columns.unflatten(1, (problem.scales_per_token, -1))
-    codes, scale = quantize(groups, problem.activation)
+    codes, scale = quantize(columns.unflatten(1, (-1, HIDDEN_BLOCK)), problem.activation)
     return Published(codes.flatten(1), scale)
 
 
@@ -183,41 +191,41 @@ def run_shared(
 
 
 def _gemm(codes: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, block: int, sums: Sums) -> torch.Tensor:
-    """FP32 [n, rows] = (codes * scale) @ weight.T for weight [rows, cols].
+    """FP32 [n, rows] = (codes * scale) @ weight.T for weight [rows, cols], codes [n, blocks * terms * block].
 
-    The products of `block` columns are summed unscaled, then multiplied by weight scale x token scale and added up. One
-    scale a token (of all columns) is applied at the end instead; being a power of two, it changes no rounding.
+    The products of `block` columns are summed unscaled, then multiplied by weight scale x token scale and added up.
     """
-    if sums == "tensor_core" and codes.element_size() == 1:
-        return _tensor_core_gemm(codes, scale, e4m3_operands(weight, codes.shape[1]), block)
-    values, weight_scale = _split_weight(weight, block, codes.shape[1])
-    rows, num_blocks = weight.shape[0], codes.shape[1] // block
-    per_block = scale.shape[1] == num_blocks
-    total = torch.zeros(codes.shape[0], rows, device=codes.device)
+    num_blocks = scale.shape[1]
+    terms = codes.unflatten(1, (num_blocks, -1, block))
+    if sums == "tensor_core":
+        return _tensor_core_gemm(terms, scale, e4m3_operands(weight, num_blocks * block))
+    values, weight_scale = _split_weight(weight, block, num_blocks * block)
+    total = torch.zeros(codes.shape[0], weight.shape[0], device=codes.device)
     for index in range(num_blocks):
         part = slice(index * block, (index + 1) * block)
-        factor = weight_scale[:, index]
-        if per_block:
-            factor = factor * scale[:, index, None]
-        total = total + (codes[:, part].float() @ values[:, part].mT) * factor
-    return total if per_block else total * scale
+        factor = weight_scale[:, index] * scale[:, index, None]
+        total = total + (terms[:, index].float().sum(1) @ values[:, part].mT) * factor
+    return total
 
 
-def _tensor_core_gemm(codes: torch.Tensor, scale: torch.Tensor, weight: Operands, block: int) -> torch.Tensor:
-    """`_gemm` with the sums of FP8 tensor cores, one token scale a `block` of columns.
+def _tensor_core_gemm(terms: torch.Tensor, scale: torch.Tensor, weight: Operands) -> torch.Tensor:
+    """`_gemm` with the sums of FP8 tensor cores, codes [n, blocks, terms, block].
 
     Where the weight's scales reach less far than the token's, they are applied to the sums of their own columns, and
     the token's to the sum of these.
     """
+    block = terms.shape[-1]
     columns = min(block, weight.columns)
-    total = torch.zeros(codes.shape[0], weight.values.shape[0], device=codes.device)
-    for index in range(codes.shape[1] // block):
+    total = torch.zeros(terms.shape[0], weight.values.shape[0], device=terms.device)
+    for index in range(terms.shape[1]):
         token_scale = scale[:, index, None]
         within = torch.zeros_like(total)
-        for first in range(index * block, (index + 1) * block, columns):
-            part = slice(first, first + columns)
-            products = e4m3_sums(codes[:, part], weight.values[:, part])
-            factor = weight.factors[:, first // weight.columns]
+        for first in range(0, block, columns):
+            before = index * block + first
+            products = e4m3_sums(
+                terms[:, index, :, first : first + columns], weight.values[:, before : before + columns]
+            )
+            factor = weight.factors[:, before // weight.columns]
             if weight.columns < block:
                 within = _fma(products, factor, within)
             else:
@@ -247,8 +255,3 @@ def _split_weight(weight: QuantizedTensor, block: int, cols: int) -> tuple[torch
         values = get_format(weight.format).dequantize(weight)
         factors = torch.ones(rows, num_blocks, device=weight.device)
     return pad(values, (0, cols - weight.shape[1])), factors
-
-
-def _bytes_if_fp8(codes: torch.Tensor) -> torch.Tensor:
-    """Codes as bytes where they are 8 bits wide: not every device can index the 8-bit float types."""
-    return codes.view(torch.uint8) if codes.element_size() == 1 else codes

@@ -136,7 +136,7 @@ class KernelEngine:
 
     def pack(self, experts: Experts, shared: Experts | None) -> EpPacked:
         """The experts in the order in which role2 streams them, on this GPU."""
-        return pack_ep(experts, shared, activation=self._problem.activation)
+        return pack_ep(experts, shared)
 
     def send(self, call: Call, weights: EpPacked) -> None:
         """Fork: role4 and role1 on the communication stream, role2 on the compute stream."""

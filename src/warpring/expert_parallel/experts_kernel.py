@@ -11,7 +11,7 @@ from warpring.runtime.jit import KernelSpec
 EXPERTS_THREADS = 384
 #: Dynamic shared memory of all CTAs of a multiprocessor: what Hopper has, less 1 KiB of its own a CTA.
 _SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
-#: Chunks of weights in a stage: requests cost their thread more than bytes do.
+#: Chunks of routed weights in a stage: requests cost their thread more than bytes do.
 STAGE_CHUNKS = 2
 _CONSUMER_WARPS = 8
 _QUEUED_TASKS = 8
@@ -23,9 +23,9 @@ def ctas_per_sm(problem: Problem) -> int:
     """CTAs of a multiprocessor that role2 has to itself.
 
     MXFP4 takes longer to decode than to read with two warps a scheduler: two CTAs have four, and one's epilogue runs
-    beside the other's products. Wider blocks and FP16 operands need the registers of one, FP8 beside them its memory.
+    beside the other's products. Wider blocks need the registers of one.
     """
-    narrow = problem.format == "mxfp4" and problem.activation == "fp8" and problem.tokens_per_block <= 32
+    narrow = problem.format == "mxfp4" and problem.tokens_per_block <= 32
     return 2 if narrow and num_stages(problem, 2) > 2 else 1
 
 
@@ -37,15 +37,21 @@ def smem_bytes(ctas: int) -> int:
 def num_stages(problem: Problem, ctas: int = 1) -> int:
     """Stages of a CTA: as many as fit into its shared memory, each some chunks of weights with their tokens."""
     formats = {problem.format} | ({problem.shared_format} if problem.num_shared else set())
-    weights = max(_up(STAGE_CHUNKS * image_bytes(format)) for format in formats)
+    chunks = {format: _stage_chunks(problem.format, format) for format in formats}
+    weights = max(chunks[format] * image_bytes(format) for format in formats)
     block, element = problem.tokens_per_block, problem.activation_bytes
-    columns = STAGE_CHUNKS * CHUNK_COLUMNS
+    columns = max(chunks.values()) * CHUNK_COLUMNS
     stage = _up(weights + block * columns * element + columns // NEURONS * block * 4)
     partial_bytes = 2 if problem.activation == "fp8" else 4
-    turn = max(min(block, 32) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
+    turn = max(min(block, 64 // partial_bytes) * (TASK_ROWS * partial_bytes + 16), block * NEURONS * element)
     queue = _QUEUED_TASKS * (_TASK_BYTES + 16 + 8 * block + 32)
     fixed = turn + block * _CONSUMER_WARPS * 4 + _BARRIER_PADDING + queue + 32
     return (smem_bytes(ctas) - fixed) // (stage + 16)
+
+
+def _stage_chunks(routed: str, format: str) -> int:
+    """Chunks of weights of `format` in a stage: of the routed ones STAGE_CHUNKS, of others what their bytes hold."""
+    return max(1, min(STAGE_CHUNKS, STAGE_CHUNKS * image_bytes(routed) // image_bytes(format)))
 
 
 def _up(num_bytes: int) -> int:

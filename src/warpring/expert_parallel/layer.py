@@ -286,7 +286,6 @@ def check_packed(problem: Problem, device: torch.device, packed: EpPacked) -> No
     images = (problem.num_local_experts, problem.num_neuron_tasks, problem.num_output_tasks)
     wanted = {
         "device": (packed.routed.w13.device, device),
-        "activation": (packed.activation, problem.activation),
         "gate": (packed.gate, problem.gate),
         "routed.format": (packed.routed.format, problem.format),
         "routed.w13": (tuple(packed.routed.w13.shape), (*images, image_bytes(problem.format))),

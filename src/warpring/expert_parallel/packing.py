@@ -4,8 +4,7 @@ A task is 128 rows: for the first GEMM the gate and up rows of 64 neurons, for t
 next 128 columns. Eight warps own 16 rows each: for the first GEMM 8 gate rows and the up rows of the same neurons.
 
     lane l = 4 g + q of a warp holds rows g and g + 8 and, of every 32 columns,
-    "fp8":   4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3      (A of one wgmma m64nNk32, E4M3)
-    "bf16":  2 q, 2 q + 1, and the same + 8, + 16, + 24       (A of two wgmma m64nNk16, FP16)
+    4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3               (A of one wgmma m64nNk32, E4M3)
 
 An image holds the codes, [warp][step of 32 columns][lane], then the scales (`ep_weights.cuh` reads both):
 
@@ -13,19 +12,19 @@ An image holds the codes, [warp][step of 32 columns][lane], then the scales (`ep
     fp8_channel  the same codes; an FP32 scale a row, [warp][g][g, g + 8]
     mxfp4        8 bytes a lane and step; a word a row of scales, likewise
 
-MXFP4 codes become operands by masks: E2M1's sign and its other three bits are those of an E4M3 or FP16 number 2^6 or
-2^14 times smaller, at bits 7 and 4 to 2, or 15 and 11 to 9. Of a lane's 16 codes of a step a part lie in its two words
-at these places. The others share the bits between: two shifted words have their exclusive or at these places
-(`e2m1_words.py`). The scales of a row's four blocks are exponents of FP32, a byte each, turned right by one
-bit so that the last lies where FP32 has it. Two scales are no such exponent: NaN becomes infinity, on codes that are
-all zero; and 2^-127 becomes zero: `flushed` counts the weights other than zero that this loses.
+MXFP4 codes become operands by masks: E2M1's sign and its other three bits are those of an E4M3 number 2^6 times
+smaller, at bits 7 and 4 to 2. Of a lane's 16 codes of a step a part lie in its two words at these places. The others
+share the bits between: two shifted words have their exclusive or at these places (`e2m1_words.py`). The scales of a
+row's four blocks are exponents of FP32, a byte each, turned right by one bit so that the last lies where FP32 has it.
+Two scales are no such exponent: NaN becomes infinity, on codes that are all zero; and 2^-127 becomes zero: `flushed`
+counts the weights other than zero that this loses.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
@@ -33,7 +32,7 @@ from torch.nn.functional import pad
 from warpring.activation import Activation
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.expert_parallel.e2m1_words import WORD, codes_of, signed, unsigned, words_of
-from warpring.expert_parallel.problem import NEURONS, ActivationForm
+from warpring.expert_parallel.problem import NEURONS
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div
 
@@ -60,7 +59,7 @@ def image_bytes(format: str) -> int:
     return CODE_BYTES[format] + SCALE_BYTES[format]
 
 
-def pack_matrix(stored: QuantizedTensor, activation: ActivationForm) -> tuple[torch.Tensor, int]:
+def pack_matrix(stored: QuantizedTensor) -> tuple[torch.Tensor, int]:
     """Pack one projection: logical [E, 2, intermediate, hidden] (gate, up) or [E, hidden, intermediate].
 
     One expert at a time: what this needs beside its result is a few times one expert's matrix.
@@ -81,18 +80,16 @@ def pack_matrix(stored: QuantizedTensor, activation: ActivationForm) -> tuple[to
         expert = stored[index]
         halves = expert if len(expert.shape) == 3 else _unsqueeze(expert)
         if stored.format == "mxfp4":
-            codes, scales, lost = _pack_mxfp4(halves, activation)
+            codes, scales, lost = _pack_mxfp4(halves)
             flushed += lost
         else:
-            codes, scales = _pack_e4m3(halves, activation)
+            codes, scales = _pack_e4m3(halves)
         image[..., :code_bytes] = codes
         image[..., code_bytes:] = scales
     return images, flushed
 
 
-def unpack_matrix(
-    images: torch.Tensor, format: str, shape: tuple[int, ...], activation: ActivationForm
-) -> QuantizedTensor:
+def unpack_matrix(images: torch.Tensor, format: str, shape: tuple[int, ...]) -> QuantizedTensor:
     """The inverse of `pack_matrix`: the weights that the kernel computes with, in their format's own layout.
 
     FP8 formats come back bit for bit. So does MXFP4, but for codes of blocks of scale 2^-127 or NaN, which come back as
@@ -102,13 +99,12 @@ def unpack_matrix(
         images: uint8 [E, tasks, chunks, bytes].
         format: the weights' format.
         shape: their logical shape.
-        activation: what they were packed for.
     """
     codes, scales = images.split((CODE_BYTES[format], SCALE_BYTES[format]), dim=-1)
     unpack_one = _unpack_mxfp4 if format == "mxfp4" else _unpack_e4m3
     halves = shape[1] if len(shape) == 4 else 1
     one = (halves, shape[-2], shape[-1])
-    pieces = [unpack_one(c, s, format, one, activation) for c, s in zip(codes, scales, strict=True)]
+    pieces = [unpack_one(c, s, format, one) for c, s in zip(codes, scales, strict=True)]
     data, scale = (torch.stack(parts) for parts in zip(*pieces, strict=True))
     if len(shape) == 3:
         data, scale = data.squeeze(1), scale.squeeze(1)
@@ -123,11 +119,6 @@ def _task_rows(is_gate_up: bool) -> int:
 def _unsqueeze(stored: QuantizedTensor) -> QuantizedTensor:
     moved = stored.map(lambda t: t.unsqueeze(0))
     return QuantizedTensor(stored.format, (1, *stored.shape), moved.data, moved.scale)
-
-
-def _groups(activation: ActivationForm) -> tuple[int, int]:
-    """How 8 codes of a lane lie in 32 columns: so many groups, 32 / groups apart, of so many neighbours."""
-    return (2, 4) if activation == "fp8" else (4, 2)
 
 
 def _split_rows(t: torch.Tensor) -> torch.Tensor:
@@ -146,11 +137,10 @@ def _join_rows(t: torch.Tensor, halves: int, rows: int) -> torch.Tensor:
     return joined[:, :rows]
 
 
-def _split_codes(codes: torch.Tensor, activation: ActivationForm) -> torch.Tensor:
-    """One code a byte [halves, rows, cols] -> [task, warp, 2, g, chunk, step, group, q, neighbour]."""
-    groups, neighbours = _groups(activation)
+def _split_codes(codes: torch.Tensor) -> torch.Tensor:
+    """One code a byte [halves, rows, cols] -> [task, warp, 2, g, chunk, step, half of its columns, q, 4 neighbours]."""
     rows = _split_rows(pad(codes, (0, -codes.shape[2] % CHUNK_COLUMNS)))
-    return rows.unflatten(-1, (-1, 4, groups, 4, neighbours))
+    return rows.unflatten(-1, (-1, 4, 2, 4, 4))
 
 
 def _join_codes(split: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
@@ -177,9 +167,9 @@ def _unpack_row_words(scales: torch.Tensor, dtype: torch.dtype, shape: tuple[int
 # ---- E4M3 codes ------------------------------------------------------------------------------------------------------
 
 
-def _pack_e4m3(halves: QuantizedTensor, activation: ActivationForm) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack_e4m3(halves: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of codes and of scales, [task, chunk, bytes]."""
-    split = _split_codes(halves.data.view(torch.uint8), activation)
+    split = _split_codes(halves.data.view(torch.uint8))
     # [task, chunk, warp, step, g, q, group, 2, neighbour]
     codes = split.permute(0, 4, 1, 5, 3, 7, 6, 2, 8).flatten(2)
     scale = _scale_of(halves)
@@ -193,10 +183,9 @@ def _pack_e4m3(halves: QuantizedTensor, activation: ActivationForm) -> tuple[tor
 
 
 def _unpack_e4m3(
-    codes: torch.Tensor, scales: torch.Tensor, format: str, shape: tuple[int, int, int], activation: ActivationForm
+    codes: torch.Tensor, scales: torch.Tensor, format: str, shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    groups, neighbours = _groups(activation)
-    lanes = codes.unflatten(-1, (_WARPS, 4, 8, 4, groups, 2, neighbours))
+    lanes = codes.unflatten(-1, (_WARPS, 4, 8, 4, 2, 2, 4))
     data = _join_codes(lanes.permute(0, 2, 7, 4, 1, 3, 6, 5, 8), shape).view(torch.float8_e4m3fn)
     if format == "fp8_channel":
         return data, _unpack_row_words(scales, torch.float32, shape)[..., :1].contiguous()
@@ -208,19 +197,19 @@ def _unpack_e4m3(
 # ---- MXFP4 -----------------------------------------------------------------------------------------------------------
 
 
-def _pack_mxfp4(halves: QuantizedTensor, activation: ActivationForm) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _pack_mxfp4(halves: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Bytes of codes and of scales, [task, chunk, bytes], and how many weights were flushed."""
     scale = _scale_of(halves)
     codes = torch.stack((halves.data & 15, halves.data >> 4), -1).flatten(-2)
     flushed = int(((codes & 7 != 0) & _of_columns(scale == 0)).sum())
     codes = torch.where(_of_columns(scale == _E8M0_NAN), 0, codes)
-    split = _split_codes(codes, activation).unflatten(5, (2, 2))
+    split = _split_codes(codes).unflatten(5, (2, 2))
     # [task, chunk, warp, two steps, g, q, step of them, 2, the lane's 8 codes]
     lanes = split.permute(0, 4, 1, 5, 3, 8, 6, 2, 7, 9).flatten(-2)
     exponents = pad(scale, (0, -scale.shape[-1] % 4)).unflatten(-1, (-1, 4))
     whole = unsigned(exponents.contiguous().view(torch.int32).squeeze(-1))
     return (
-        _bytes(words_of(lanes, activation).flatten(2)),
+        _bytes(words_of(lanes).flatten(2)),
         _pack_row_words(signed(whole >> 1 | (whole & 1) << 31)),
         flushed,
     )
@@ -232,11 +221,10 @@ def _of_columns(of_blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack_mxfp4(
-    codes: torch.Tensor, scales: torch.Tensor, format: str, shape: tuple[int, int, int], activation: ActivationForm
+    codes: torch.Tensor, scales: torch.Tensor, format: str, shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    groups, neighbours = _groups(activation)
     words = codes.contiguous().view(torch.int32).unflatten(-1, (_WARPS, 2, 8, 4, 2, 2))
-    lanes = codes_of(words, activation).unflatten(-1, (groups, neighbours))
+    lanes = codes_of(words).unflatten(-1, (2, 4))
     values = _join_codes(lanes.permute(0, 2, 7, 4, 1, 3, 6, 8, 5, 9).flatten(5, 6), shape)
     rows = unsigned(_unpack_row_words(scales, torch.int32, shape))
     whole = signed((rows << 1 | rows >> 31) & WORD)
@@ -313,13 +301,11 @@ class EpPacked:
         routed: the rank's own routed experts.
         shared: the fused shared experts, or None.
         gate: the activation between the projections.
-        activation: form of the tokens that the images fit.
     """
 
     routed: PackedForRole2
     shared: PackedForRole2 | None
     gate: Activation
-    activation: ActivationForm = field(default="fp8")
 
     @property
     def flushed(self) -> int:
@@ -337,13 +323,12 @@ class EpPacked:
         return EpWeights(*self.routed.pointers(), *shared, self.gate.alpha, limit, self.gate.up_offset, 0)
 
 
-def pack_ep(experts: Experts, shared: Experts | None = None, *, activation: ActivationForm) -> EpPacked:
+def pack_ep(experts: Experts, shared: Experts | None = None) -> EpPacked:
     """Pack one rank's experts for role2.
 
     Args:
         experts: the rank's own routed experts (`problem.local_experts`).
         shared: shared experts that are fused, with the same sizes and activation, or None.
-        activation: form of the tokens, "fp8" or "bf16".
 
     Raises:
         ArgumentError: shared experts of other sizes or another activation.
@@ -356,12 +341,9 @@ def pack_ep(experts: Experts, shared: Experts | None = None, *, activation: Acti
                 f"pack_ep: shared experts must have the routed ones' hidden, intermediate and activation {ours}; got "
                 f"{(shared.hidden, shared.intermediate, shared.activation)}. Run them outside the fused kernel."
             )
-    packed = _pack_experts(experts, activation)
-    return EpPacked(
-        packed, None if shared is None else _pack_experts(shared, activation), experts.activation, activation
-    )
+    return EpPacked(_pack_experts(experts), None if shared is None else _pack_experts(shared), experts.activation)
 
 
-def _pack_experts(experts: Experts, activation: ActivationForm) -> PackedForRole2:
-    (w13, lost13), (w2, lost2) = (pack_matrix(stored, activation) for stored in (experts.w13, experts.w2))
+def _pack_experts(experts: Experts) -> PackedForRole2:
+    (w13, lost13), (w2, lost2) = (pack_matrix(stored) for stored in (experts.w13, experts.w2))
     return PackedForRole2(w13, w2, experts.format, lost13 + lost2, experts.w13_bias, experts.w2_bias)

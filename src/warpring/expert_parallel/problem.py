@@ -43,8 +43,8 @@ class Problem:
         num_ranks: ranks that share the experts, at most 72.
         max_tokens_per_rank: tokens that one rank may bring to a call, at most 256.
         format: number format of the routed experts' weights.
-        activation: form of tokens on the wire and in both GEMMs: "fp8" (E4M3 with scales, fast) or "bf16" (FP16 with
-            a power of two a token, which holds BF16 tokens exactly).
+        activation: form of tokens on the wire and in both GEMMs: "fp8" (E4M3 with scales, fast) or "bf16" (the sum of
+            two E4M3 numbers, which holds BF16 values down to 2^-9 of the largest of their 128 columns exactly).
         gate: the gated activation between the projections.
         num_shared: experts that see every token of their own rank, fused into the same kernels; at most 8.
         shared_format: number format of the shared experts' weights.
@@ -145,13 +145,13 @@ class Problem:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one column of a token on the wire."""
+        """Bytes of one column of a token on the wire: the E4M3 numbers whose sum it is."""
         return 1 if self.activation == "fp8" else 2
 
     @property
     def scales_per_token(self) -> int:
         """FP32 scales of a published token."""
-        return self.hidden_padded // HIDDEN_BLOCK if self.activation == "fp8" else 1
+        return self.hidden_padded // HIDDEN_BLOCK
 
     @property
     def max_blocks(self) -> int:

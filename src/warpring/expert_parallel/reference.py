@@ -158,8 +158,7 @@ def _unpack(problem: Problem, packed: torch.Tensor) -> tuple[Published, torch.Te
     codes_bytes = problem.activation_bytes * problem.hidden_padded
     scale_bytes = 4 * problem.scales_per_token
     codes, scale, weights = packed.split((codes_bytes, scale_bytes, 4 * problem.topk), dim=1)
-    dtype = torch.float8_e4m3fn if problem.activation == "fp8" else torch.float16
-    tokens = Published(codes.contiguous().view(dtype), scale.contiguous().view(torch.float32))
+    tokens = Published(codes.contiguous().view(torch.float8_e4m3fn), scale.contiguous().view(torch.float32))
     return tokens, weights.contiguous().view(torch.float32)
 
 

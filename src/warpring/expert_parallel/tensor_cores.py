@@ -63,25 +63,30 @@ def e4m3_operands(weight: QuantizedTensor, cols: int) -> Operands:
     return Operands(values, scale.expand(rows, ceil_div(cols, _FP8_COLUMNS)), _FP8_COLUMNS, 1.0)
 
 
-def e4m3_sums(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """FP32 [n, rows]: codes @ values.T as the tensor cores add it, for at most 128 columns.
+def e4m3_sums(terms: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """FP32 [n, rows]: (sum of terms) @ values.T as role2 has the tensor cores add it, for at most 128 columns.
+
+    An instruction's columns are added term by term, the last term first.
 
     Args:
-        codes: E4M3 [n, cols].
+        terms: E4M3 [n, terms, cols].
         values: FP32 [rows, cols] that E4M3 holds.
     """
+    n, count, cols = terms.shape
+    rows, depth = values.shape[0], min(_DEPTH, cols)
+    codes = terms.view(torch.uint8).flip(1).unflatten(2, (-1, depth)).transpose(1, 2).flatten(1).view(terms.dtype)
+    repeated = values.unflatten(1, (-1, 1, depth)).expand(-1, -1, count, -1).flatten(1)
     if codes.is_cuda:
         one = torch.ones((), device=codes.device)
-        weight = values.to(torch.float8_e4m3fn)
-        tokens = pad(codes.contiguous().view(torch.uint8), (0, 0, 0, -codes.shape[0] % 16)).view(codes.dtype)
+        tokens = pad(codes.view(torch.uint8), (0, 0, 0, -n % 16)).view(codes.dtype)
         sums = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-            tokens, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+            tokens, repeated.to(codes.dtype).t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
         )
-        return sums[: codes.shape[0]]
-    x, w = codes.double(), values.double()
-    sums = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64)
-    for first in range(0, x.shape[1], _DEPTH):
-        sums = _add(x[:, first : first + _DEPTH], w[:, first : first + _DEPTH], sums)
+        return sums[:n]
+    x, w = codes.double(), repeated.double()
+    sums = torch.zeros(n, rows, dtype=torch.float64)
+    for first in range(0, x.shape[1], depth):
+        sums = _add(x[:, first : first + depth], w[:, first : first + depth], sums)
     return sums.float()
 
 

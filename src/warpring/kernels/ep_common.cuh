@@ -5,7 +5,7 @@
 //   WARPRING_EXPERTS, WARPRING_LOCAL_EXPERTS   routed experts of all ranks, and of one
 //   WARPRING_NUM_SHARED                        fused shared experts: slots topk, topk + 1, ... of each token
 //   WARPRING_BLOCK_M                           capacity of a token block: 8, 16, 32 or 64
-//   WARPRING_ACTIVATION_FP8                    1: E4M3 with a scale per 128 columns; 0: FP16 with one scale
+//   WARPRING_ACTIVATION_FP8                    1: a value is an E4M3 number, 0: the sum of two; with a scale per 128 columns
 #pragma once
 #include "sync.cuh"
 
@@ -28,14 +28,14 @@ constexpr int kHiddenPadded = round_up(kHidden, 128);
 constexpr int kIntermediatePadded = round_up(kIntermediate, 64);
 constexpr int kNeuronTasks = kIntermediatePadded / 64;  // tasks of a block's first GEMM
 constexpr int kOutputTasks = kHiddenPadded / 128;       // and of its second
-constexpr int kElementBytes = kFp8 ? 1 : 2;
-constexpr int kScales = kFp8 ? kHiddenPadded / 128 : 1;  // of one token
-constexpr int kChunkBytes = 128;                         // of one token in one chunk of a B image
-constexpr int kCodeChunks = kHiddenPadded * kElementBytes / kChunkBytes;
+constexpr int kTerms = kFp8 ? 1 : 2;           // E4M3 numbers whose sum, times a scale, is a value
+constexpr int kScales = kHiddenPadded / 128;   // of one token
+constexpr int kChunkBytes = 128;               // of one token in one chunk of a B image: one term of as many columns
+constexpr int kCodeChunks = kScales * kTerms;  // the terms of 128 columns follow each other
 // A published row: codes, scales, routing weights.
 constexpr int kRowChunks = kCodeChunks + ceil_div((kScales + kTopk) * 4, kChunkBytes);
 constexpr int kRowBytes = kRowChunks * kChunkBytes;
-constexpr int64_t kRingXSlotBytes = int64_t(kBlockM) * kHiddenPadded * kElementBytes;
+constexpr int64_t kRingXSlotBytes = int64_t(kBlockM) * kHiddenPadded * kTerms;
 
 static_assert(kHidden % 32 == 0 && kIntermediate % 32 == 0, "problem.py refuses others");
 static_assert(kBlockM == 8 || kBlockM == 16 || kBlockM == 32 || kBlockM == 64, "widths of the tensor core");

@@ -15,7 +15,6 @@ using Index = WARPRING_INDEX;
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kMaxTokens = 256;
 // ep_shared must fit on the same multiprocessor: 512 threads x 96 registers here and 256 x 64 there are all of them.
 constexpr int kThreadsOf96Registers = 640;
 constexpr int kLoadsInFlight = 6;
@@ -25,7 +24,6 @@ struct Smem {
     uint32_t first_block[kLocalExperts];  // routed blocks before it
     uint32_t warp_total[kLanes];          // one a warp; the rest stays 0
     uint16_t num_tokens[kMaxRanks];
-    uint32_t amax[kMaxTokens];
     // The block that is being filled.
     int32_t expert, index;
     const uint8_t* row[kBlockM];
@@ -82,7 +80,7 @@ __device__ __forceinline__ void push_routing(const EpParams& params, uint64_t ta
 }
 
 // Own rows of this CTA into own memory.
-__device__ __forceinline__ void write_rows(const EpParams& params, const Inputs& inputs, Smem& smem) {
+__device__ __forceinline__ void write_rows(const EpParams& params, const Inputs& inputs) {
     uint8_t* region = own_region(params);
     const int step = max(1, int(gridDim.x) - 1), first = int(blockIdx.x) + step - int(gridDim.x);
     if (first < 0) return;  // the CTA that plans
@@ -91,7 +89,7 @@ __device__ __forceinline__ void write_rows(const EpParams& params, const Inputs&
         return reinterpret_cast<float*>(row_of(params, region, first + i * step) + kCodeChunks * kChunkBytes);
     };
     encode_tokens(
-        Tokens<kThreads>{inputs.gmem_x, inputs.x_stride, first, step, count}, smem.amax,
+        Tokens<kThreads>{inputs.gmem_x, inputs.x_stride, first, step, count},
         [&](int i, int chunk, int piece, uint4 codes) {
             uint8_t* row = row_of(params, region, first + i * step);
             *reinterpret_cast<uint4*>(row + chunk * kChunkBytes + piece * kPieceBytes) = codes;
@@ -372,7 +370,7 @@ __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& s
     if (!announce(params, sync, token_count, inputs)) return;
     // The plan is what everybody waits for: before it, its CTA does not even wait for its own stores.
     const bool plans = blockIdx.x == 0;
-    write_rows(params, inputs, smem);
+    write_rows(params, inputs);
     if (!plans) publish_rows(params);
     claim(params, sync);
 

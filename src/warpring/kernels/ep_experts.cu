@@ -57,6 +57,10 @@ __device__ __forceinline__ const uint8_t* task_weights(const EpWeights& weights,
     return gmem + (expert * tasks + task.tile) * chunks * int64_t(chunk_bytes);
 }
 
+__device__ __forceinline__ int stage_columns(const Task& task) {
+    return task.expert >= kLocalExperts ? kStageColumns<Shared> : kStageColumns<Routed>;
+}
+
 // Puts the CTA's tasks into the queue, so that nobody else waits for the plan.
 __device__ __forceinline__ void produce_tasks(const EpParams& params, Smem& smem, const EpSync& sync,
                                               uint64_t block_base) {
@@ -94,11 +98,12 @@ __device__ __forceinline__ void produce_weights(const EpWeights& weights, Smem& 
         uint32_t chunk_bytes, unused_bytes;
         const uint8_t* gmem = task_weights(weights, task, chunk_bytes, unused_bytes);
         const int chunks = task.kind == kFirstGemm ? kHiddenChunks : kIntermediateChunks;
-        const int last_stages = max(0, (ceil_div(chunks, kStageChunks) - kStagesAhead) * kStageChunks);
+        const int per_stage = stage_columns(task) / kChunkColumns;
+        const int last_stages = max(0, (ceil_div(chunks, per_stage) - kStagesAhead) * per_stage);
 #pragma unroll 1
-        for (int c = 0; c < chunks; c += kStageChunks) {
+        for (int c = 0; c < chunks; c += per_stage) {
             if (c == last_stages) mbarrier_arrive(begun);
-            const uint32_t whole_bytes = min(chunks - c, kStageChunks) * chunk_bytes, bytes = whole_bytes - unused_bytes;
+            const uint32_t whole_bytes = min(chunks - c, per_stage) * chunk_bytes, bytes = whole_bytes - unused_bytes;
             ring.wait_empty();
             if (has_failed(smem)) {
                 mbarrier_arrive(ring.barrier());
@@ -117,8 +122,9 @@ struct TaskTokens {
     const uint8_t* gmem_image;
     const float* gmem_scale;
     int columns;            // that are left
+    int per_stage;          // columns
     uint32_t column_bytes;  // of the image
-    int group_shift;        // columns of a group of scales, as a power of 2; negative: all columns have the same scales
+    int group_shift;        // columns of a group of scales, as a power of 2
 
     __device__ __forceinline__ TaskTokens(const EpParams& params, const Task& task) {
         const bool first = task.kind == kFirstGemm;
@@ -126,18 +132,19 @@ struct TaskTokens {
         gmem_scale = first ? ring_x_scale(params, task.slot)
                            : params.gmem_ring_act_scale + int64_t(task.slot) * kNeuronTasks * kBlockM;
         columns = first ? kHiddenPadded : kIntermediatePadded;
-        column_bytes = block_width(task.count) * kElementBytes;
-        group_shift = !first ? 6 : kFp8 ? 7 : -1;
+        per_stage = stage_columns(task);
+        column_bytes = block_width(task.count) * kTerms;
+        group_shift = first ? 7 : 6;
     }
     // The next stage: image and scales. Bytes that the caller copies to it too are announced with them.
     __device__ __forceinline__ void copy(const StageRing& ring, uint32_t more_bytes) {
-        const int now = min(columns, kStageColumns), groups = group_shift < 0 ? 1 : now >> group_shift;
+        const int now = min(columns, per_stage), groups = now >> group_shift;
         const uint32_t image_bytes = now * column_bytes, scale_bytes = groups * kBlockM * 4;
         mbarrier_arrive_expect_tx(ring.barrier(), image_bytes + scale_bytes + more_bytes);
         bulk_copy(ring.stage() + kImageAt, gmem_image, image_bytes, ring.barrier());
         bulk_copy(ring.stage() + kScalesAt, gmem_scale, scale_bytes, ring.barrier());
         gmem_image += image_bytes;
-        if (group_shift >= 0) gmem_scale += groups * kBlockM;
+        gmem_scale += groups * kBlockM;
         columns -= now;
     }
 };
@@ -152,7 +159,6 @@ __device__ __forceinline__ bool wait_act(const EpParams& params, const EpSync& s
 }
 
 __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& smem, const EpSync& sync) {
-    constexpr int kActsOfStage = kStageColumns / 64;
     TaskRing tasks(smem_address(smem_start()));
     StageRing ring(smem_address(smem_start()));
     for (;; tasks.advance()) {
@@ -166,10 +172,11 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
         if (!failed) failed = !wait_l1_full(params, sync, {task.slot, task.use});
         if (first) fence_proxy_async_global();
         TaskTokens tokens(params, task);
-        uint64_t there = 0, wanted = (uint64_t(1) << kActsOfStage) - 1;
+        const int acts = tokens.per_stage / 64;  // of a stage
+        uint64_t there = 0, wanted = (uint64_t(1) << acts) - 1;
         const auto fill = [&](uint32_t more_bytes) {
             if (!first && !failed) failed = !wait_act(params, sync, task, wanted & kAllNeuronTasks, there);
-            wanted <<= kActsOfStage;
+            wanted <<= acts;
             if (failed) set_failed(smem);
             ring.wait_empty();
             if (failed)
@@ -178,13 +185,13 @@ __device__ __forceinline__ void produce_tokens(const EpParams& params, Smem& sme
                 tokens.copy(ring, more_bytes);
         };
         // The block's info comes with the first stage. Code of its own, since what is not copied takes time too.
-        int left = tokens.columns - kStageColumns;
+        int left = tokens.columns - tokens.per_stage;
         fill(sizeof(RingInfo));
         if (!failed)
             bulk_copy(smem_address(&queued.info), &ring_info(params, task.slot), sizeof(RingInfo), ring.barrier());
         ring.advance();
 #pragma unroll 1
-        for (; left > 0; left -= kStageColumns) {
+        for (; left > 0; left -= tokens.per_stage) {
             fill(0);
             ring.advance();
         }

@@ -4,7 +4,7 @@
 //   WARPRING_FORMAT          a policy of ep_weights.cuh, for the routed experts
 //   WARPRING_SHARED_FORMAT   the same for shared experts; WARPRING_FORMAT where it is not given
 //   WARPRING_STAGES          stages of weights, with their tokens, that a CTA holds or has requested
-//   WARPRING_STAGE_CHUNKS    chunks of weights in a stage: a copy takes the thread that asks for it some 180 cycles
+//   WARPRING_STAGE_CHUNKS    chunks of routed weights in a stage: a copy takes the thread that asks for it some 180 cycles
 //   WARPRING_CTAS_PER_SM     1 or 2: where decoding the weights takes longer than reading them, four warps a scheduler help
 //   WARPRING_SMEM_BYTES      dynamic shared memory of a CTA
 #pragma once
@@ -16,6 +16,10 @@
 using Routed = WARPRING_FORMAT;
 using Shared = WARPRING_SHARED_FORMAT;
 
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int clamped(int a, int least, int most) { return smaller(larger(a, least), most); }
+
 constexpr int kConsumerWarps = 8, kConsumers = kConsumerWarps * kLanes;
 constexpr int kThreads = kConsumers + 128;  // one warpgroup of producers
 constexpr int kCtasPerSm = WARPRING_CTAS_PER_SM;
@@ -25,32 +29,38 @@ constexpr int kConsumerRegisters = kAlone ? 224 : 96, kProducerRegisters = kAlon
 constexpr int kConsumerBarrier = 1;  // the named barrier of the consumers; 0 is __syncthreads
 
 constexpr int kChunkColumns = 128;
-constexpr int kStageChunks = WARPRING_STAGE_CHUNKS, kStageColumns = kStageChunks * kChunkColumns;
 constexpr int kHiddenChunks = kHiddenPadded / kChunkColumns;
 constexpr int kIntermediateChunks = ceil_div(kIntermediatePadded, kChunkColumns);
 template <class Format>
 constexpr int kWeightChunkBytes = Format::kCodeBytes + Format::kScaleBytes;
 static_assert(kWeightChunkBytes<Routed> % 128 == 0 && kWeightChunkBytes<Shared> % 128 == 0, "whole lines of the cache");
 
-constexpr int64_t kRingActSlotBytes = int64_t(kBlockM) * kIntermediatePadded * kElementBytes;
+// Chunks of weights in a stage: as many of the routed experts as are asked for, and as many of the shared experts, whose
+// chunks may be larger, as their bytes hold.
+template <class Format>
+constexpr int kStageChunks = clamped(WARPRING_STAGE_CHUNKS * kWeightChunkBytes<Routed> / kWeightChunkBytes<Format>, 1,
+                                     WARPRING_STAGE_CHUNKS);
+template <class Format>
+constexpr int kStageColumns = kStageChunks<Format> * kChunkColumns;
+constexpr int kMostStageColumns = larger(kStageColumns<Routed>, kStageColumns<Shared>);
+
+constexpr int64_t kRingActSlotBytes = int64_t(kBlockM) * kIntermediatePadded * kTerms;
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
-
-__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
 constexpr int kStages = WARPRING_STAGES;
 constexpr int kTasks = 8;  // of the queue
 // A stage: chunks of weights; the same columns of the block's tokens as a B image; scales, one row a group of columns.
-constexpr int kImageAt = round_up(kStageChunks * larger(kWeightChunkBytes<Routed>, kWeightChunkBytes<Shared>), 128);
-constexpr int kScalesAt = kImageAt + kBlockM * kStageColumns * kElementBytes;
-constexpr int kStageBytes = round_up(kScalesAt + kStageColumns / 64 * kBlockM * 4, 128);
+constexpr int kImageAt = larger(kStageChunks<Routed> * kWeightChunkBytes<Routed>,
+                                kStageChunks<Shared> * kWeightChunkBytes<Shared>);
+constexpr int kScalesAt = kImageAt + kBlockM * kMostStageColumns * kTerms;
+constexpr int kStageBytes = round_up(kScalesAt + kMostStageColumns / 64 * kBlockM * 4, 128);
 
-// Partial results are turned round in shared memory, up to 32 tokens at a time; so is the act chunk of a task.
+// Partial results are turned round in shared memory, some tokens at a time; so is the act chunk of a task.
 constexpr int kPartialBytes = kFp8 ? 2 : 4;
-constexpr int kTurnTokens = kBlockM < 32 ? kBlockM : 32;
+constexpr int kTurnTokens = smaller(kBlockM, 64 / kPartialBytes);
 constexpr int kTurnStride = 128 * kPartialBytes + 16;  // of a token: banks of neighbours differ
-constexpr int kTurnBytes = larger(kTurnTokens * kTurnStride, kBlockM * 64 * kElementBytes);
+constexpr int kTurnBytes = larger(kTurnTokens * kTurnStride, kBlockM * 64 * kTerms);
 
 struct Task {
     int32_t kind;  // kNoTask: the list is over
@@ -131,7 +141,7 @@ constexpr uint32_t kToDone = 16 * kTasks, kToBegun = 24 * kTasks;
 // A CTA takes a task when it has that many stages of another one's weights to ask for; and further ones where a task has
 // fewer: as few as hide the trips to the counter and to the plan, so that a CTA which gets less of the memory takes fewer.
 constexpr int kHiddenBytes = 48 << 10;
-constexpr int kStagesAhead = ceil_div(kHiddenBytes, kStageChunks * kWeightChunkBytes<Routed>);
+constexpr int kStagesAhead = ceil_div(kHiddenBytes, kStageChunks<Routed> * kWeightChunkBytes<Routed>);
 constexpr int kTaskBytes = kWeightChunkBytes<Routed> *
                            (kHiddenChunks < kIntermediateChunks ? kHiddenChunks : kIntermediateChunks);
 constexpr int kTasksAhead = ceil_div(kHiddenBytes, kTaskBytes) < kTasks - 2 ? ceil_div(kHiddenBytes, kTaskBytes)

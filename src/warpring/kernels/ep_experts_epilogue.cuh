@@ -29,8 +29,8 @@ __device__ __forceinline__ float bias_of(const float* gmem_bias, int64_t offset,
     return gmem_bias != nullptr && exists ? __ldg(gmem_bias + offset) : 0.f;
 }
 
-// First GEMM: sums -> act(gate, up), times the routing weight where the activations are E4M3; then one scale a token
-// over the task's 64 neurons; codes as a chunk of the B image, to ring_act.
+// First GEMM: sums -> act(gate, up), times the routing weight where an activation is one E4M3 number; then one scale a token
+// over the task's 64 neurons; codes as a chunk of the B image, term behind term, to ring_act.
 template <int N>
 __device__ __forceinline__ void finish_first(const EpParams& params, const EpWeights& weights, Smem& smem,
                                              const Task& task, const RingInfo& info, const Place& consumer,
@@ -49,7 +49,7 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
     for (int i = 0; i < N / 4; ++i) {
         const int n = i / 2 * 8 + at.column() + i % 2;
         const float gate = sum[i / 2 * 4 + i % 2] + gate_bias, up = sum[i / 2 * 4 + 2 + i % 2] + up_bias;
-        act[i] = gated_activation<kFp8>(gate, up, args);
+        act[i] = gated_activation<true>(gate, up, args);
         if constexpr (kFp8) act[i] *= info.weight[n];
         uint32_t amax = magnitude_bits(act[i]);
 #pragma unroll
@@ -60,8 +60,7 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
 
     const bool publish = !has_failed(smem);
     float* gmem_scale = params.gmem_ring_act_scale + (int64_t(task.slot) * kNeuronTasks + task.tile) * kBlockM;
-    const int byte = at.neuron() * kElementBytes;
-    uint8_t* const codes = smem.turn + image_offset(N, byte / 16, at.column()) + byte % 16;
+    uint8_t* const codes = smem.turn + image_offset(N, at.neuron() / 16, at.column()) + at.neuron() % 16;
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
         const int n = i / 2 * 8 + at.column() + i % 2;
@@ -70,19 +69,15 @@ __device__ __forceinline__ void finish_first(const EpParams& params, const EpWei
         const uint32_t amax =
             max(max(max(low.x, low.y), max(low.z, low.w)), max(max(high.x, high.y), max(high.z, high.w)));
         uint8_t* code = codes + image_offset(N, 0, i / 2 * 8 + i % 2);  // that of n: a constant more, one register for all
-        QuantScale scale;
-        if constexpr (kFp8) {
-            scale = e4m3_scale(amax);
-            *code = uint8_t(cvt_f32x2_e4m3x2(0.f, act[i] * scale.multiplier));
-        } else {
-            scale = f16_scale(amax);
-            *reinterpret_cast<uint16_t*>(code) = uint16_t(cvt_f32_f16x2(0.f, act[i] * scale.multiplier));
-        }
+        const QuantScale scale = quant_scale(amax);
+        const E4m3Pair pair = e4m3_pair(0.f, act[i] * scale.multiplier);
+#pragma unroll
+        for (int t = 0; t < kTerms; ++t) code[t * N * 64] = uint8_t(pair.term[t]);
         if (at.warp == 0 && at.lane < 4 && publish) gmem_scale[n] = scale.scale;
     }
     consumers_sync();
 
-    constexpr int kBytes = N * 64 * kElementBytes;
+    constexpr int kBytes = N * 64 * kTerms;
     uint8_t* gmem_chunk = params.gmem_ring_act + task.slot * kRingActSlotBytes + task.tile * kBytes;
     for (int o = at.thread * 16; o < kBytes && publish; o += kConsumers * 16)
         *reinterpret_cast<uint4*>(gmem_chunk + o) = ld_shared_128(smem_address(smem.turn + o));
@@ -97,7 +92,7 @@ __device__ __forceinline__ uint8_t* partial_row(const EpParams& params, uint32_t
 }
 
 // Second GEMM: sums + bias, times the routing weight where that has not been done, to the owners of the tokens: BF16
-// where activations are E4M3, else FP32. Turned round in shared memory, so that a token's 128 values leave as one run.
+// where an activation is one E4M3 number, else FP32. Turned round in shared memory, so that a token's 128 values leave as one run.
 template <int N>
 __device__ __forceinline__ void finish_second(const EpParams& params, const EpWeights& weights, Smem& smem,
                                               const Task& task, const RingInfo& info, const Place& consumer,

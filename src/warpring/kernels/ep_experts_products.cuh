@@ -24,19 +24,21 @@ struct Products {
     static constexpr bool kFine = kPartColumns < kTokenColumns;
     // Columns whose products are begun together: several parts share all that goes with a group where registers are
     // left.
-    static constexpr bool kTwice = kSecond && (kAlone ? N < (kFp8 ? 64 : 32) : N < 16);
+    static constexpr bool kTwice = kSecond && N < (kAlone ? 64 : 16);
     static constexpr bool kWhole = kAlone && N < 32, kHalf = kAlone ? N < 64 : N < 32;
     static constexpr int kGroupColumns = kFine ? kWhole ? 128 : kHalf ? 64 : 32 : kTokenColumns * (kTwice ? 2 : 1);
     static constexpr int kParts = kGroupColumns / kPartColumns;
     static constexpr int kTokenGroups = ceil_div(kGroupColumns, kTokenColumns);  // that have columns in a group
     static constexpr int kSteps = kGroupColumns / 32, kPartSteps = kPartColumns / 32;
     static constexpr int kGroupsOfChunk = kChunkColumns / kGroupColumns;
-    static constexpr int kGroupsOfStage = kStageColumns / kGroupColumns;
+    static constexpr int kGroupsOfStage = kStageColumns<Format> / kGroupColumns;
     static constexpr int kAllParts = (kSecond ? kIntermediatePadded : kHiddenPadded) / kPartColumns;
     static constexpr int kGroups = ceil_div(kAllParts, kParts), kLastParts = kAllParts - (kGroups - 1) * kParts;
     static constexpr int kAtOnce = larger(4, kGroupsOfStage);  // groups that are code of their own
     // Registers are left to load codes and scales while the group before is decoded.
-    static constexpr bool kAhead = kAlone ? kFp8 || N < 64 : N < 32;
+    static constexpr bool kAhead = kAlone || N < 32;
+    // And to decode it at all.
+    static constexpr bool kOverlap = kAlone || kFine || N < 32;
     static_assert(kAtOnce % kGroupsOfStage == 0, "a turn of the loop begins with a stage");
 
     // A group of columns from its stage to its sums. Indices are known when this is compiled, so a field takes
@@ -89,15 +91,16 @@ struct Products {
         warpgroup_commit();
     }
 
-    // 32 columns, step `step` of the stage: one product of E4M3, or two of FP16. A product reads 32 bytes of every
-    // token, 2 N units of 16 bytes.
+    // 32 columns, step `step` of the stage, of each term; the tensor cores keep more of a sum to which the larger term
+    // comes last. A product reads 32 bytes of every token, 2 N units of 16 bytes; the terms of the columns that share a
+    // token's scale follow each other.
     static __device__ __forceinline__ void multiply(float (&d)[N / 2], const uint32_t (&a)[kStepRegisters],
                                                     uint64_t image, int step, int adds) {
-        if constexpr (kFp8) {
-            wgmma_e4m3<N>(d, a[0], a[1], a[2], a[3], image + step * 2 * N, adds);
-        } else {
-            wgmma_f16<N>(d, a[0], a[1], a[2], a[3], image + step * 4 * N, adds);
-            wgmma_f16<N>(d, a[4], a[5], a[6], a[7], image + (step * 4 * N + 2 * N), 1);
+        constexpr int kTokenSteps = kTokenColumns / 32;
+#pragma unroll
+        for (int t = kTerms - 1; t >= 0; --t) {
+            const int place = (step / kTokenSteps * kTerms + t) * kTokenSteps + step % kTokenSteps;
+            wgmma_e4m3<N>(d, a[0], a[1], a[2], a[3], image + place * 2 * N, t < kTerms - 1 ? 1 : adds);
         }
     }
 
@@ -106,7 +109,7 @@ struct Products {
     template <int g, int parts>
     __device__ __forceinline__ void load_scales(float (&x)[kTokenGroups][N / 4]) const {
         if constexpr ((g + 1) * kGroupColumns % kTokenColumns != 0) return;
-        constexpr int kFirst = kFp8 || kSecond ? g % kGroupsOfStage * kGroupColumns / kTokenColumns : 0;
+        constexpr int kFirst = g % kGroupsOfStage * kGroupColumns / kTokenColumns;
         const uint32_t scales = groups[g].stage.address + kScalesAt + kFirst * kBlockM * 4;
 #pragma unroll
         for (int p = 0; p < ceil_div(parts * kPartColumns, kTokenColumns); ++p)
@@ -154,22 +157,22 @@ struct Products {
     // what the compiler follows, it would run all of them one at a time.
     template <int count, int last_parts, int g = 0>
     __device__ __forceinline__ void run_some(bool last) {
-        constexpr int kOwnParts = g + 1 == count ? last_parts : kParts;
+        constexpr bool kLast = g + 1 == count;
+        constexpr int kOwnParts = kLast ? last_parts : kParts;
         float x[kTokenGroups][N / 4];
-        if constexpr (g == 0 || !kAhead) fetch<g>(last && g + 1 == count);
+        if constexpr (g == 0 || !kAhead) fetch<g>(last && kLast);
         if constexpr (g > 0 && kAhead) load_scales<g - 1, kParts>(x);
         start<g, kOwnParts>();
         if constexpr (g + 1 < count && kAhead) fetch<g + 1>(last && g + 2 == count);
-        if constexpr (g > 0) {
+        if constexpr (g > 0 && kOverlap) {
             warpgroup_wait<1>();
             if constexpr (!kAhead) load_scales<g - 1, kParts>(x);
             finish<g - 1, kParts, false>(x, false);
         }
-        constexpr bool kLast = g + 1 == count;
-        if constexpr (kLast) {
+        if constexpr (kLast || !kOverlap) {
             warpgroup_wait<0>();
             load_scales<g, kOwnParts>(x);
-            finish<g, kOwnParts, true>(x, last);
+            finish<g, kOwnParts, kLast>(x, last && kLast);
         }
         if constexpr (!kLast) run_some<count, last_parts, g + 1>(last);
     }

@@ -15,7 +15,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
               const int32_t* gmem_num_tokens, int32_t num_rows, const float* gmem_shared_weights,
               int64_t shared_stride) {
     pdl_launch_dependents();  // role1 needs nothing of this kernel
-    __shared__ uint32_t smem_amax[kBlockM];
     __shared__ uint32_t smem_pair_id[kBlockM];
     __shared__ float smem_weight[kBlockM];
     const uint64_t generation = params.gmem_state->generation + 1, block_base = params.gmem_state->block_base;
@@ -46,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         uint8_t* image = ring_x(params, fill.place.slot);
         float* gmem_scale = ring_x_scale(params, fill.place.slot);
         encode_tokens(
-            Tokens<kThreads>{gmem_x, x_stride, first, 1, count}, smem_amax,
+            Tokens<kThreads>{gmem_x, x_stride, first, 1, count},
             [&](int n, int chunk, int piece, uint4 codes) {
                 uint8_t* gmem_chunk = image + chunk * width * kChunkBytes;
                 *reinterpret_cast<uint4*>(gmem_chunk + image_offset(width, piece, n)) = codes;

@@ -1,15 +1,15 @@
 // ep_tokens.cuh   Tokens in the form that the tensor cores eat: BF16 rows of x to pieces of 16 bytes with their scale.
 //
-// A unit of work of a warp is 4 tokens x one chunk (128 bytes of each): lane / 8 is the token, lane % 8 the piece. The
-// 8 lanes of a token read 128 or 256 contiguous bytes, and 4 tokens' pieces fill whole 32-byte sectors of a B image.
+// A unit of work of a warp is 4 tokens x 128 columns: lane / 8 is the token, lane % 8 the piece, of each term. The 8 lanes
+// of a token read 256 contiguous bytes, and 4 tokens' pieces fill whole 32-byte sectors of a B image.
 #pragma once
 #include "ep_common.cuh"
 #include "ep_quantize.cuh"
 
 constexpr int kUnitTokens = 4;
 constexpr int kPieceBytes = 16;
-constexpr int kPieceColumns = kPieceBytes / kElementBytes;
-constexpr int kChunkColumns = kChunkBytes / kElementBytes;
+constexpr int kPieceColumns = kPieceBytes;  // of one term
+constexpr int kChunkColumns = kChunkBytes;
 
 // Columns [column, column + kPieceColumns) of a token: as they are loaded, BF16, and FP32.
 struct LoadedPiece {
@@ -53,20 +53,24 @@ __device__ __forceinline__ uint32_t chunk_amax(const TokenPiece& piece) {
     return amax;
 }
 
-__device__ __forceinline__ uint4 encode_piece(const TokenPiece& piece, float multiplier) {
-    uint32_t words[4];
+// The piece of each term.
+struct EncodedPiece {
+    uint4 term[kTerms];
+};
+__device__ __forceinline__ EncodedPiece encode_piece(const TokenPiece& piece, float multiplier) {
+    uint32_t words[kTerms][4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        if constexpr (kFp8) {
-            const float* v = piece.v + 4 * w;
-            const uint32_t low = cvt_f32x2_e4m3x2(v[1] * multiplier, v[0] * multiplier);
-            const uint32_t high = cvt_f32x2_e4m3x2(v[3] * multiplier, v[2] * multiplier);
-            words[w] = low | high << 16;
-        } else {
-            words[w] = cvt_f32_f16x2(piece.v[2 * w + 1] * multiplier, piece.v[2 * w] * multiplier);
-        }
+        const float* v = piece.v + 4 * w;
+        const E4m3Pair low = e4m3_pair(v[1] * multiplier, v[0] * multiplier),
+                       high = e4m3_pair(v[3] * multiplier, v[2] * multiplier);
+#pragma unroll
+        for (int t = 0; t < kTerms; ++t) words[t][w] = low.term[t] | uint32_t(high.term[t]) << 16;
     }
-    return make_uint4(words[0], words[1], words[2], words[3]);
+    EncodedPiece encoded;
+#pragma unroll
+    for (int t = 0; t < kTerms; ++t) encoded.term[t] = make_uint4(words[t][0], words[t][1], words[t][2], words[t][3]);
+    return encoded;
 }
 
 // Tokens first, first + step, ... (`count` of them) of x, dealt out to the warps of a CTA.
@@ -81,15 +85,15 @@ struct Tokens {
     __device__ __forceinline__ void for_each_unit(const Use& use) const {
         constexpr int kWarps = kThreads / kLanes;
         constexpr int kUnitsInFlight = kThreads / 128;  // as registers allow: role4 has fewer, to fit beside role1
-        const int lane = threadIdx.x % kLanes, units = ceil_div(count, kUnitTokens) * kCodeChunks;
+        const int lane = threadIdx.x % kLanes, units = ceil_div(count, kUnitTokens) * kScales;
 #pragma unroll 1
         for (int unit = threadIdx.x / kLanes; unit < units; unit += kUnitsInFlight * kWarps) {
             LoadedPiece loaded[kUnitsInFlight];
             int i[kUnitsInFlight], chunk[kUnitsInFlight];
 #pragma unroll
             for (int u = 0; u < kUnitsInFlight; ++u) {
-                i[u] = (unit + u * kWarps) / kCodeChunks * kUnitTokens + lane / 8;
-                chunk[u] = (unit + u * kWarps) % kCodeChunks;
+                i[u] = (unit + u * kWarps) / kScales * kUnitTokens + lane / 8;
+                chunk[u] = (unit + u * kWarps) % kScales;
                 const int column = chunk[u] * kChunkColumns + lane % 8 * kPieceColumns;
                 loaded[u] = load_piece(gmem_x + (first + i[u] * step) * x_stride, column, i[u] < count);
             }
@@ -99,32 +103,18 @@ struct Tokens {
     }
 };
 
-// Encodes them by the whole CTA: `emit_piece(i, chunk, piece, codes)` gets 16 bytes of codes of the i-th token,
-// `emit_scale(i, s, scale)` each scale once. smem_amax: a word a token. Ends without a barrier.
+// Encodes them by the whole CTA: `emit_piece(i, chunk, piece, codes)` gets 16 bytes of codes of the i-th token (chunks of
+// codes: the terms of 128 columns follow each other), `emit_scale(i, s, scale)` each scale once. Ends without a barrier.
 template <int kThreads, class EmitPiece, class EmitScale>
-__device__ __forceinline__ void encode_tokens(const Tokens<kThreads>& tokens, uint32_t* smem_amax, EmitPiece emit_piece,
+__device__ __forceinline__ void encode_tokens(const Tokens<kThreads>& tokens, EmitPiece emit_piece,
                                               EmitScale emit_scale) {
-    const int piece = threadIdx.x % 8, count = tokens.count;
-    if constexpr (
-        !kFp8) {  // one scale for the whole token: its largest magnitude first; the second pass reads x from L1
-        __syncthreads();
-        for (int t = threadIdx.x; t < count; t += kThreads) smem_amax[t] = 0;
-        __syncthreads();
-        tokens.for_each_unit([&](int i, int, const TokenPiece& values) {
-            const uint32_t amax = chunk_amax(values);
-            if (piece == 0 && i < count) atomicMax(&smem_amax[i], amax);
-        });
-        __syncthreads();
-        for (int t = threadIdx.x; t < count; t += kThreads) emit_scale(t, 0, f16_scale(smem_amax[t]).scale);
-    }
+    const int piece = threadIdx.x % 8;
     tokens.for_each_unit([&](int i, int chunk, const TokenPiece& values) {
-        QuantScale scale;
-        if constexpr (kFp8)
-            scale = e4m3_scale(chunk_amax(values));
-        else
-            scale = f16_scale(smem_amax[min(i, count - 1)]);
-        if (i >= count) return;
-        emit_piece(i, chunk, piece, encode_piece(values, scale.multiplier));
-        if (kFp8 && piece == 0) emit_scale(i, chunk, scale.scale);
+        const QuantScale scale = quant_scale(chunk_amax(values));
+        if (i >= tokens.count) return;
+        const EncodedPiece encoded = encode_piece(values, scale.multiplier);
+#pragma unroll
+        for (int t = 0; t < kTerms; ++t) emit_piece(i, chunk * kTerms + t, piece, encoded.term[t]);
+        if (piece == 0) emit_scale(i, chunk, scale.scale);
     });
 }

@@ -1,14 +1,20 @@
 // ep_weights.cuh   One policy a weight format: from a packed chunk in shared memory to A registers and scales.
 //
 // A chunk is 128 rows x 128 columns of one expert's matrix, packed by expert_parallel/packing.py: 8 warps own 16 rows
-// each, lane l = 4 g + q of a warp rows g and g + 8. Codes come first, scales behind them. A policy has
-//   kCodeBytes, kScaleBytes   of a chunk, a multiple of 128 together: a copy that begins within a line of the cache is
-//   slow kUnusedBytes              of the scales, at their end: padding that need not be copied kScaleColumns columns
-//   of a row that share a scale: their products are summed on the tensor cores kSumFactor                what sums of
-//   products of the A registers' values are short of, when scales have been applied Scales                    of a
-//   chunk: load(); of(step) multiplies the sums of rows g and g + 8 over that 32 columns Codes<steps> codes of `steps`
-//   times 32 columns: load() from the chunk, decode() to A registers
-// WARPRING_ACTIVATION_FP8 chooses the operands: E4M3 (4 registers for 32 columns) or FP16 (8, for two products of 16).
+// each, lane l = 4 g + q of a warp rows g and g + 8. Codes come first, scales behind them; operands are E4M3, for the
+// products with each term of the tokens. A policy has
+//   kCodeBytes, kScaleBytes
+//       of a chunk, a multiple of 128 together: a copy that begins within a line of the cache is slow
+//   kUnusedBytes
+//       of the scales, at their end: padding that need not be copied
+//   kScaleColumns
+//       columns of a row that share a scale: their products are summed on the tensor cores
+//   kSumFactor
+//       what sums of products of the A registers' values are short of, when scales have been applied
+//   Scales
+//       of a chunk: load(); of(step) multiplies the sums of rows g and g + 8 over that 32 columns
+//   Codes<steps>
+//       codes of `steps` times 32 columns: load() from the chunk, decode() to A registers
 #pragma once
 #include "ep_common.cuh"
 #include "ep_wgmma_ptx.cuh"
@@ -29,26 +35,12 @@ struct EpWeights {
 };
 static_assert(sizeof(EpWeights) == 80, "packing.py fills the same");
 
-constexpr int kStepRegisters = kFp8 ? 4 : 8;  // A registers for 32 columns
+constexpr int kStepRegisters = 4;  // A registers for 32 columns
 
 // Scales of this lane's two rows.
 struct RowScales {
     float low, high;  // rows g and g + 8
 };
-
-// 16 codes of E4M3 of this lane for one step of 32 columns.
-__device__ __forceinline__ void e4m3_operands(uint4 codes, uint32_t (&a)[kStepRegisters]) {
-    if constexpr (kFp8) {
-        a[0] = codes.x, a[1] = codes.y, a[2] = codes.z, a[3] = codes.w;
-    } else {
-        const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            a[2 * i] = cvt_e4m3x2_f16x2_low(words[i]);
-            a[2 * i + 1] = cvt_e4m3x2_f16x2_high(words[i]);
-        }
-    }
-}
 
 // What the formats with E4M3 codes share: a step is 16 bytes a lane.
 struct EpE4m3Codes {
@@ -64,7 +56,10 @@ struct EpE4m3Codes {
         }
         __device__ __forceinline__ void decode(uint32_t (&a)[steps][kStepRegisters]) const {
 #pragma unroll
-            for (int s = 0; s < steps; ++s) e4m3_operands(ld_shared_128(smem_codes + s * 512), a[s]);
+            for (int s = 0; s < steps; ++s) {
+                const uint4 codes = ld_shared_128(smem_codes + s * 512);
+                a[s][0] = codes.x, a[s][1] = codes.y, a[s][2] = codes.z, a[s][3] = codes.w;
+            }
         }
     };
 };
@@ -93,12 +88,11 @@ struct EpFp8Channel : EpE4m3Codes {
     };
 };
 
-// E2M1 with a power of two for every 32 columns of a row. A code is an E4M3 or FP16 number as it stands, sign and the
-// three bits behind it at their places, times 2^-6 or 2^-14: E2M1's subnormal and its binades are the other type's
-// first ones.
+// E2M1 with a power of two for every 32 columns of a row. A code is an E4M3 number as it stands, sign and the three bits
+// behind it at their places, times 2^-6: E2M1's subnormal and its binades are E4M3's first ones.
 struct EpMxfp4 {
     static constexpr int kCodeBytes = 128 * 128 / 2, kScaleBytes = 512, kUnusedBytes = 0, kScaleColumns = 32;
-    static constexpr float kSumFactor = kFp8 ? 64.f : 16384.f;
+    static constexpr float kSumFactor = 64.f;
 
     // A word a row: the exponent fields of four FP32 numbers, that of the last 32 columns where FP32 has it, those of
     // the others 8, 16 and 24 bits further right, round the word's end. 0 and 255 are 0 and infinity.
@@ -115,23 +109,16 @@ struct EpMxfp4 {
         __device__ __forceinline__ RowScales of(int step) const { return {of(low, step), of(high, step)}; }
     };
 
-    // Two words are the 16 codes of 32 columns, of rows g and g + 8 together (E4M3), or 8 codes of one row each (FP16).
-    // Some codes lie where the mask wants them. Bits of the others lie between, in such a way that two shifted words
-    // have their exclusive or there: e2m1_words.py solves for them. Logic is what decoding waits for, so shifts to the
-    // right are multiplications, as those to the left become by themselves.
-    static __device__ __forceinline__ void e4m3(uint32_t low, uint32_t high, uint32_t (&a)[kStepRegisters]) {
+    // Two words are the 16 codes of 32 columns, of rows g and g + 8 together. Some codes lie where the mask wants them.
+    // Bits of the others lie between, in such a way that two shifted words have their exclusive or there: e2m1_words.py
+    // solves for them. Logic is what decoding waits for, so shifts to the right are multiplications, as those to the left
+    // become by themselves.
+    static __device__ __forceinline__ void operands(uint32_t low, uint32_t high, uint32_t (&a)[kStepRegisters]) {
         constexpr uint32_t kMask = 0x9c9c9c9cu;
         a[0] = low & kMask;
         a[1] = high & kMask;
         a[2] = (low << 1 ^ multiplier_shift(high, 2)) & kMask;
         a[3] = (low << 2 ^ high << 3) & kMask;
-    }
-    static __device__ __forceinline__ void f16(uint32_t word, int row, uint32_t (&a)[kStepRegisters]) {
-        constexpr uint32_t kMask = 0x8e008e00u;
-        a[row] = word & kMask;
-        a[2 + row] = word << 8 & kMask;
-        a[4 + row] = (word << 5 ^ word << 7) & kMask;
-        a[6 + row] = (multiplier_shift(word, 3) ^ word << 15) & kMask;
     }
 
     template <int steps>
@@ -153,14 +140,7 @@ struct EpMxfp4 {
         }
         __device__ __forceinline__ void decode(uint32_t (&a)[steps][kStepRegisters]) const {
 #pragma unroll
-            for (int s = 0; s < steps; ++s) {
-                if constexpr (kFp8) {
-                    e4m3(words[s].x, words[s].y, a[s]);
-                } else {
-                    f16(words[s].x, 0, a[s]);
-                    f16(words[s].y, 1, a[s]);
-                }
-            }
+            for (int s = 0; s < steps; ++s) operands(words[s].x, words[s].y, a[s]);
         }
     };
 };

@@ -10,7 +10,6 @@
 //
 // Lane l = 4 g + q of warp w (of 4) holds rows 16 w + g and 16 w + g + 8.
 //   A, E4M3, 32 columns:  a0: row g, columns 4 q .. 4 q + 3;  a1: row g + 8;  a2, a3: the same rows, columns + 16
-//   A, FP16, 16 columns:  a0: row g, columns 2 q, 2 q + 1;    a1: row g + 8;  a2, a3: the same rows, columns + 8
 //   sums:                 d[4 j + i]: row g + 8 (i / 2), column 8 j + 2 q + i % 2
 // d = a * b, or d += a * b with scale_d != 0.
 
@@ -47,43 +46,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], uint32_t a0, uint3
             "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
             " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
             "{%32, %33, %34, %35}, %36, p, 1, 1; }"
-            : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12), WARPRING_SUMS4(16),
-              WARPRING_SUMS4(20), WARPRING_SUMS4(24), WARPRING_SUMS4(28)
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
-    }
-}
-
-template <int N>
-__device__ __forceinline__ void wgmma_f16(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                          uint64_t b_desc, int scale_d) {
-    static_assert(N == 8 || N == 16 || N == 32 || N == 64, "columns of one product");
-    if constexpr (N == 8) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-            "{%0, %1, %2, %3}, "
-            "{%4, %5, %6, %7}, %8, p, 1, 1, 0; }"
-            : WARPRING_SUMS4(0)
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
-    } else if constexpr (N == 16) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-            "{%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
-            : WARPRING_SUMS4(0), WARPRING_SUMS4(4)
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
-    } else if constexpr (N == 32) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-            "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-            : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12)
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));
-    } else {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-            "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
             : WARPRING_SUMS4(0), WARPRING_SUMS4(4), WARPRING_SUMS4(8), WARPRING_SUMS4(12), WARPRING_SUMS4(16),
               WARPRING_SUMS4(20), WARPRING_SUMS4(24), WARPRING_SUMS4(28)
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_desc), "r"(scale_d));

@@ -116,6 +116,19 @@ __device__ __forceinline__ uint16_t cvt_f32x2_e4m3x2(float high, float low) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
     return codes;
 }
+// The same of two FP16 values.
+__device__ __forceinline__ uint16_t cvt_f16x2_e4m3x2(uint32_t halves) {
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
+    return codes;
+}
+
+// a - b, two FP16 values.
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+    uint32_t v;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
 
 // ---- tensor cores --------------------------------------------------------------------------------------------------
 
