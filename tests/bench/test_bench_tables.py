@@ -59,7 +59,7 @@ def test_standard_tables_are_shown_somewhere() -> None:
         assert f"<!-- table:{name} -->" in shown
 
 
-@pytest.mark.parametrize("name", sorted(TABLES))
+@pytest.mark.parametrize("name", sorted(set(TABLES) - {"records"}))  # which is made of no records
 def test_point_without_a_record_reads_not_measured(name: str) -> None:
     table = TABLES[name]([])
     assert rows(table)

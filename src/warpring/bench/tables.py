@@ -23,6 +23,7 @@ from warpring.bench.grouped_table import grouped_table
 from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import FORMATS, Record, load, newest
 from warpring.bench.shared import shared_table
+from warpring.bench.vocabulary import vocabulary
 from warpring.errors import ArgumentError
 
 #: What the decode tables show.
@@ -217,6 +218,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "ncu": ncu,
     "shared": shared_table,
     "grouped": grouped_table,
+    "records": vocabulary,
     **CORES_TABLES,
     **EP_TABLES,
 }
