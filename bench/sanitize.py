@@ -2,11 +2,12 @@
 
     PYTHONPATH=src python bench/sanitize.py [decode] [expert_parallel] [--tool memcheck racecheck] [--output FOLDER]
     PYTHONPATH=src python bench/sanitize.py decode --formats mxfp8 --sizes 2 3          some of it
+    PYTHONPATH=src python bench/sanitize.py expert_parallel --layers h160xi224xe24xk3 --seconds 60
 
 decode: the kernels of the decode paths and of the grouped one, in every format. expert_parallel: one rank, every role,
 both forms of activations, with and without a shared expert. memcheck looks for reads and writes out of bounds,
 racecheck for hazards in shared memory. torch's caching allocator is switched off, so that every tensor is an allocation
-of its own and a byte beyond its end is seen.
+of its own and a byte beyond its end is seen. A tool that takes longer than --seconds is ended, and the log says so.
 
 The roles of expert parallelism wait for each other, and a sanitizer may let only one kernel run at a time. So they run
 where that does no harm: launched in the order of their dependences (role4, role1, role2, role3), and with a ring that
@@ -19,8 +20,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import product
@@ -98,11 +101,11 @@ def run_decode(formats: Sequence[str], sizes: Sequence[int]) -> None:
     print(f"ran {len(sizes)} sizes x {len(formats)} formats x 4 ways")
 
 
-def run_expert_parallel(device: torch.device) -> None:
-    """One rank, every layer, form and mode, `CALLS` calls each; raises SystemExit on a wrong result."""
+def run_expert_parallel(device: torch.device, layers: Sequence[str] = EP_LAYERS) -> None:
+    """One rank, every form and mode of these layers, `CALLS` calls each; raises SystemExit on a wrong result."""
     forms: tuple[ActivationForm, ...] = ("fp8", "bf16")
     number = 0
-    for name, activation, num_shared, mode in product(EP_LAYERS, forms, (0, 1), EP_MODES):
+    for name, activation, num_shared, mode in product(layers, forms, (0, 1), EP_MODES):
         options: dict[str, Any] = {"partition": mode, "timeout": EP_TIMEOUT}
         verifier = Verifier(
             name, None, device, activation=activation, num_shared=num_shared, max_tokens=EP_TOKENS, **options
@@ -143,12 +146,30 @@ def run_part(part: str, args: argparse.Namespace) -> None:
     if part == "decode":
         run_decode(args.formats, args.sizes)
     else:
-        run_expert_parallel(torch.device("cuda", 0))
+        run_expert_parallel(torch.device("cuda", 0), args.layers)
+
+
+def bounded(command: Sequence[str], variables: dict[str, str], seconds: float | None) -> tuple[str, int]:
+    """All that a command says, and its exit code: 124 where it was ended, with all that it started, after `seconds`."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, env=variables, stdout=said, stderr=said, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            print(f"ended after {seconds:g} s", file=said)
+            code = 124
+        said.seek(0)
+        return said.read(), code
 
 
 def sanitize(sanitizer: str, part: str, args: argparse.Namespace) -> tuple[str, int]:
     """A log of all tools over a part, and the worst exit code."""
-    which = ["--formats", *args.formats, "--sizes", *map(str, args.sizes)] if part == "decode" else []
+    if part == "decode":
+        which = ["--formats", *args.formats, "--sizes", *map(str, args.sizes)]
+    else:
+        which = ["--layers", *args.layers]
     lines = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} " + ", ".join(f"{k} {v}" for k, v in environment().items())]
     worst = 0
     for tool in args.tool:
@@ -157,12 +178,12 @@ def sanitize(sanitizer: str, part: str, args: argparse.Namespace) -> tuple[str, 
             command += [word for name in PARTS[part] for word in ("--kernel-name", f"kernel_substring={name}")]
         inside = [sys.executable, __file__, part, *which, "--inside"]
         variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run([*command, *inside], env=variables, capture_output=True, text=True)
-        worst = max(worst, done.returncode)
+        said, code = bounded([*command, *inside], variables, args.seconds)
+        worst = max(worst, code)
         lines += [
             f"$ {' '.join(['compute-sanitizer', *command[1:], f'python bench/sanitize.py {part}', *which, '--inside'])}"
         ]
-        lines += [*(done.stdout + done.stderr).splitlines()[-20:], f"exit code {done.returncode}"]
+        lines += [*said.splitlines()[-20:], f"exit code {code}"]
     return "\n".join(lines) + "\n", worst
 
 
@@ -173,6 +194,10 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS, help="of decode")
     numbers = range(len(SIZES))
     parser.add_argument("--sizes", nargs="+", type=int, default=numbers, choices=numbers, help="of decode, in SIZES")
+    parser.add_argument("--layers", nargs="+", default=EP_LAYERS, choices=EP_LAYERS, help="of expert_parallel")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="that a tool may take (default: as long as it likes)"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="a folder for the logs")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -7,6 +7,7 @@ import re
 import runpy
 import stat
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,36 @@ def test_every_form_shared_expert_and_mode_of_expert_parallelism_runs(
     number = len(script["EP_LAYERS"]) * 2 * 2 * 2
     assert len(script["EP_LAYERS"]) >= 2
     assert f"ran {number} layers of expert parallelism, {4 * number} calls" in capsys.readouterr().out
+
+
+def test_some_layers_of_expert_parallelism_alone(
+    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = script["run_expert_parallel"]
+    monkeypatch.setitem(
+        script["main"].__globals__, "run_expert_parallel", lambda _, layers: run(torch.device("cpu"), layers)
+    )
+    last = script["EP_LAYERS"][-1]
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "expert_parallel", "--layers", last, "--inside"])
+    assert script["main"]() == 0
+    assert "ran 8 layers of expert parallelism" in capsys.readouterr().out
+    args = script["argparse"].Namespace(tool=["memcheck"], layers=[last], seconds=None)
+    assert f"expert_parallel --layers {last} --inside" in script["sanitize"]("/bin/true", "expert_parallel", args)[0]
+
+
+def test_a_tool_that_takes_too_long_is_ended_with_what_it_started(script: dict[str, Any], tmp_path: Path) -> None:
+    fake = tmp_path / "sanitizer"
+    fake.write_text("#!/bin/sh\necho begun\nsleep 300 &\necho $! > $0.child\nwait\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    args = script["argparse"].Namespace(tool=["memcheck"], layers=["any"], seconds=1.0)
+    log, code = script["sanitize"](str(fake), "expert_parallel", args)
+    assert code == 124
+    assert log.splitlines()[2:] == ["begun", "ended after 1 s", "exit code 124"]
+    child = Path("/proc") / (tmp_path / "sanitizer.child").read_text().strip() / "stat"
+    end = time.monotonic() + 30
+    while child.exists() and child.read_text().rsplit(") ", 1)[1][0] != "Z":
+        assert time.monotonic() < end, "it runs on"
+        time.sleep(0.05)
 
 
 def test_a_wrong_result_ends_the_run(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +107,7 @@ def test_some_of_the_formats_and_sizes_reach_the_run_inside(
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "decode", "--formats", "mxfp8", "--sizes", "2", "0", "--inside"])
     assert script["main"]() == 0
     assert ran == [(["mxfp8"], [2, 0])]
-    args = script["argparse"].Namespace(tool=["memcheck"], formats=["mxfp8"], sizes=[2, 0])
+    args = script["argparse"].Namespace(tool=["memcheck"], formats=["mxfp8"], sizes=[2, 0], seconds=None)
     log, code = script["sanitize"]("/bin/true", "decode", args)
     assert code == 0
     assert "python bench/sanitize.py decode --formats mxfp8 --sizes 2 0 --inside" in log
