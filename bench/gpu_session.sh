@@ -88,7 +88,8 @@ for model, format in dict.fromkeys(key[:2] for key in groups()): print(model, fo
 # The layers of the bar that miss rows in ways of their own; one that cannot be profiled does not stop the next.
 profile_all() {
   local layer code=0
-  for layer in "qwen3-30b-a3b mxfp8,mxfp4,bf16" "gpt-oss-120b mxfp4" "deepseek-v3-ep8 fp8_block" "h2048xi512xe256xk8 fp8_block"; do
+  for layer in "qwen3-30b-a3b mxfp8,mxfp4,bf16" "gpt-oss-120b mxfp4" "deepseek-v3-ep8 fp8_block" "h2048xi512xe256xk8 fp8_block" \
+    "qwen3-235b-a22b mxfp8"; do
     "$PYTHON" bench/ncu_profile.py --model "${layer% *}" --formats "${layer#* }" --output "$RESULTS/profile.jsonl" || code=3
   done
   return "$code"

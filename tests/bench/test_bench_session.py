@@ -58,7 +58,7 @@ def test_all_steps_run_in_order_into_one_folder(session: Session, tmp_path: Path
     outputs = re.findall(r"(?:--output|--jsonl) (\S+)", "\n".join(called))
     assert outputs == [
         f"{tmp_path}/results/{name}.jsonl"
-        for name in ("decode", "peers", "end_to_end", *["profile"] * 4, "decode", "grouped", "shared", "accuracy")
+        for name in ("decode", "peers", "end_to_end", *["profile"] * 5, "decode", "grouped", "shared", "accuracy")
     ]
 
 
@@ -98,7 +98,7 @@ def test_a_layer_that_cannot_be_profiled_does_not_stop_the_next(session: Session
     code, out = session.run("ncu", broken="gpt-oss")
     assert code == 1, out
     models = [re.findall(r"--model (\S+)", line)[0] for line in session.called()]
-    assert models == ["qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3-ep8", "h2048xi512xe256xk8"]
+    assert models == ["qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3-ep8", "h2048xi512xe256xk8", "qwen3-235b-a22b"]
 
 
 def test_time_is_shared_out_and_the_scripts_are_told(session: Session) -> None:
