@@ -35,19 +35,15 @@ WEIGHT_BYTES = {
     "nvfp4": 0.5 + 1 / 16,
 }
 #: Lane instructions a weight in the main loops (first, second GEMM) by the width of a block, counted in the machine
-#: code for sm_90a; formats without a kernel are taken not to bind.
-_FP8 = {
-    "fp8": ((0.6, 0.7), (0.7, 1.0), (1.0, 1.6), (1.6, 2.7)),
-    "bf16": ((1.2, 1.4), (1.4, 1.6), (1.6, 2.2), (2.2, 3.4)),
-}
-INSTRUCTIONS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
+#: code for sm_90a with "fp8" activations; formats without a kernel are taken not to bind.
+_FP8 = ((0.6, 0.7), (0.7, 1.0), (1.0, 1.6), (1.6, 2.7))
+INSTRUCTIONS: dict[str, tuple[tuple[float, float], ...]] = {
     "fp8_block": _FP8,
     "fp8_channel": _FP8,
-    "mxfp4": {
-        "fp8": ((1.5, 1.6), (1.8, 2.0), (2.6, 2.9), (4.1, 4.5)),
-        "bf16": ((2.2, 2.3), (2.6, 2.7), (3.2, 3.5), (5.1, 5.3)),
-    },
+    "mxfp4": ((1.5, 1.6), (1.8, 2.0), (2.6, 2.9), (4.1, 4.5)),
 }
+#: What the products of a second term add: 16 weights a lane share one and its descriptor.
+_TERM_INSTRUCTIONS = 0.1
 _NORM = 8  # of the experts' bounds: two alike cost 9 % more than one of them
 _LANES = 128  # lane instructions that a multiprocessor issues a cycle
 _TILE = 128  # rows of a task
@@ -338,12 +334,13 @@ def predict(machine: Machine, load: Workload, comm_sms: int) -> Prediction:
 
 def _instructions(load: Workload, counts: Counts) -> float:
     """Lane instructions of the main loops."""
-    by_width = INSTRUCTIONS.get(load.format, {}).get(load.activation)
+    by_width = INSTRUCTIONS.get(load.format)
     if by_width is None:
         return 0.0
-    matrix = load.hidden * load.intermediate
+    matrix, more = load.hidden * load.intermediate, _TERM_INSTRUCTIONS * (load.operand_bytes - 1)
     return sum(
-        blocks * matrix * (2 * first + second) for blocks, (first, second) in zip(counts.widths, by_width, strict=True)
+        blocks * matrix * (2 * first + second + 3 * more)
+        for blocks, (first, second) in zip(counts.widths, by_width, strict=True)
     )
 
 
