@@ -1,4 +1,7 @@
-"""The grouped path, for batches beyond decode and prefill: a library's grouped GEMM reads each expert once.
+"""The grouped path, for batches beyond decode and prefill: each expert is read once, for all pairs that want it.
+
+Packed weights have GEMMs of their own on Hopper (`warpring.kernels.grouped_gemm`), which decode the tile layout and
+keep sums in FP32. All others go through torch's:
 
     1 route      sort the (token, slot) pairs by expert; group ends stay on the device
     2 gather     the token of each pair, BF16, in that order
@@ -35,8 +38,10 @@ from warpring.expand import expand
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div, get_format
 from warpring.gemm import gemm_by_expert, gemm_by_library, row_chunks
+from warpring.kernels import grouped_gemm
 from warpring.kernels.expand import expand_slice, specs_of
 from warpring.kernels.grouped_activate import activate, kernel_spec
+from warpring.kernels.grouped_gemm import moe_grouped_gemm
 from warpring.layout import PackedExperts, PackedMatrix, unpack
 from warpring.runtime.device import arch_of, index_of
 from warpring.runtime.jit import compiler_version
@@ -70,12 +75,16 @@ def moe_grouped(
             None for 1.
 
     Returns:
-        out. Equal bits from run to run; they may depend on the batch, since a library chooses its kernels by size.
+        out. Equal bits from run to run. With our own GEMMs a token's do not depend on its batch; else they may, since a
+        library chooses its kernels by size.
 
-    Asynchronous on the current stream. Temporaries, with R = min(num_tokens, MAX_TOKENS) * (topk + num_shared):
-    R * (hidden + 2 * intermediate) BF16, then R * (intermediate + hidden) BF16; FP32 pieces of the activation; the
-    expanded weights.
+    Asynchronous on the current stream. Temporaries of our own GEMMs: see `moe_grouped_gemm`. Of the others, with R =
+    min(num_tokens, MAX_TOKENS) * (topk + num_shared): R * (hidden + 2 * intermediate) BF16, then R * (intermediate +
+    hidden) BF16; FP32 pieces of the activation; the expanded weights.
     """
+    if isinstance(experts, PackedExperts) and _has_gemms(x.device):
+        _passes_of_own_gemms(x, experts, topk_idx, topk_weights.float(), out, shared_weights)
+        return out
     if isinstance(experts, PackedExperts) and experts.num_shared:
         topk_idx, topk_weights = _with_shared(experts, topk_idx, topk_weights, shared_weights)
         experts = replace(experts, num_experts=experts.num_experts + experts.num_shared, num_shared=0)
@@ -83,6 +92,20 @@ def moe_grouped(
         rows = slice(first, first + MAX_TOKENS)
         _one_pass(x[rows], experts, topk_idx[rows], topk_weights[rows], out[rows])
     return out
+
+
+def _passes_of_own_gemms(
+    x: torch.Tensor,
+    packed: PackedExperts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    shared_weights: torch.Tensor | None,
+) -> None:
+    for first in range(0, x.shape[0], MAX_TOKENS):
+        rows = slice(first, first + MAX_TOKENS)
+        gate = None if shared_weights is None else shared_weights[rows]
+        moe_grouped_gemm(x[rows], packed, topk_idx[rows], topk_weights[rows], out[rows], gate)
 
 
 def _with_shared(
@@ -99,7 +122,9 @@ def _with_shared(
 
 def precompile(experts: Experts | PackedExperts, index_dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the kernels that the path needs of these experts on a GPU, so that a call can be captured."""
-    if _has_kernels(device):
+    if isinstance(experts, PackedExperts) and _has_gemms(device):
+        grouped_gemm.precompile(experts, index_dtype, device)
+    elif _has_kernels(device):
         for spec in (*specs_of(experts), kernel_spec(index_dtype, experts.activation.gate_fn)):
             load(spec, index_of(device))
 
@@ -262,6 +287,11 @@ def _has_kernels(device: torch.device) -> bool:
         warnings.warn(f"warpring: path 'grouped' runs through torch alone, slower: {error}", stacklevel=2)
         return False
     return True
+
+
+def _has_gemms(device: torch.device) -> bool:
+    """Whether our own GEMMs run there, on packed weights."""
+    return _has_kernels(device) and arch_of(index_of(device)) == grouped_gemm.ARCH
 
 
 def _weights(experts: Experts | PackedExperts, name: str) -> _Weights:

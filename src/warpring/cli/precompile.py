@@ -117,7 +117,7 @@ def decode_work(args: argparse.Namespace, shape: LayerShape) -> list[Work]:
         (format, arch, spec)
         for format in parse_list("--format", args.format, FORMATS)
         for arch in architectures(args.arch)
-        for spec in specs_of(shape, format, index_dtype)
+        for spec in specs_of(shape, format, index_dtype, arch)
     ]
 
 
@@ -193,19 +193,22 @@ def layer_specs_of(problem: Problem) -> list[KernelSpec]:
     return list(dict.fromkeys(spec for ctas in (ctas_per_sm(problem), 1) for spec in role_specs(problem, ctas).all()))
 
 
-def specs_of(shape: LayerShape, format: str, index_dtype: torch.dtype) -> list[KernelSpec]:
-    """Every kernel that a layer may need on a GPU: of warp decode, of the tile path, and of the grouped path."""
+def specs_of(shape: LayerShape, format: str, index_dtype: torch.dtype, arch: str) -> list[KernelSpec]:
+    """Every kernel that one GPU of that architecture may need: of warp decode, the tile path, the grouped path."""
     from warpring.bench.inputs import one_expert
-    from warpring.kernels import expand, grouped_activate, tile, warp
+    from warpring.kernels import expand, grouped_activate, grouped_gemm, tile, warp
 
     sizes, gate_fn = (shape.hidden, shape.intermediate, shape.num_experts), shape.activation.gate_fn
     rows = [] if format == "bf16" else [expand.rows_spec(format, cols) for cols in sizes[:2]]
+    if arch == grouped_gemm.ARCH:
+        packed = grouped_gemm.all_specs(format, *sizes[:2], gate_fn, index_dtype)
+    else:
+        packed = [expand.panels_spec(format, cols, halves) for cols, halves in ((sizes[0], 2), (sizes[1], 1))]
     return [
         *warp.kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all(),
         *tile.all_specs(tile.Sizes(format, *sizes, shape.topk), index_dtype, gate_fn),
         *rows,
-        expand.panels_spec(format, shape.hidden, num_halves=2),
-        expand.panels_spec(format, shape.intermediate, num_halves=1),
+        *packed,
         grouped_activate.kernel_spec(index_dtype, gate_fn),
     ]
 
