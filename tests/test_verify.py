@@ -160,13 +160,13 @@ def test_report_says_what_accuracy_says() -> None:
         assert found.accuracy.cosine_min == pytest.approx(direct.cosine_min, abs=1e-12)
 
 
-@pytest.mark.parametrize("path", ["classical", pytest.param("tile", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("path", ["classical", "grouped_packed", pytest.param("tile", marks=pytest.mark.gpu)])
 def test_packed_experts_are_measured_against_the_weights_that_they_were_made_of(path: str) -> None:
     (layer,) = synthetic_inputs(9, **SMALL).to("cuda" if path == "tile" else "cpu").layers
     experts = layer.quantized("mxfp4")
     packed = pack_experts(experts)
     args = layer.topk_idx, layer.topk_weights
-    rows_path = "warp" if path == "tile" else path
+    rows_path = {"tile": "warp", "grouped_packed": "grouped"}.get(path, path)
     found, expected = accuracy(layer.x, packed, *args, path), accuracy(layer.x, experts, *args, rows_path)
     assert found.output_max == expected.output_max
     assert found.rms_rel_error == pytest.approx(expected.rms_rel_error, rel=1e-9 if path == rows_path else 0.5)

@@ -34,6 +34,8 @@ BOUNDED_PATHS = ("warp", "tile", "cores", "reference")
 MIN_COSINE = 0.999996
 MAX_ABS_DIFF = 2.0**-9
 MAX_RMS_REL_ERROR = 2.0**-8
+#: Paths that run on packed experts: what `moe_decode` calls them.
+PACKED_PATHS = {"tile": "tile", "grouped_packed": "grouped"}
 #: `MIN_COSINE` is promised for layers at least so wide.
 COSINE_HIDDEN = 2048
 #: `MAX_ABS_DIFF` applies where every exact output is smaller than this.
@@ -185,10 +187,12 @@ def accuracy(
 ) -> Accuracy:
     """Accuracy of one path of `moe_decode` against FP64 from the stored weights; arguments and errors are its own.
 
-    `PackedExperts` are unpacked for FP64, and for every path but "tile".
+    `PackedExperts` are unpacked for FP64, and for every path but "tile" and "grouped_packed": "grouped" on packed ones.
     """
     rows = unpack_experts(experts) if isinstance(experts, PackedExperts) else experts
-    y = moe_decode(x, experts if path == "tile" else rows, topk_idx, topk_weights, path=path)
+    y = moe_decode(
+        x, experts if path in PACKED_PATHS else rows, topk_idx, topk_weights, path=PACKED_PATHS.get(path, path)
+    )
     return compare(y, moe_exact(x, rows, topk_idx, topk_weights))
 
 
@@ -242,7 +246,7 @@ def report(
 
     Args:
         inputs: on the device that is to run.
-        paths: of `moe_decode`. The classical path runs in any case, as the factors need it.
+        paths: of `moe_decode`, or of `PACKED_PATHS`. The classical path runs in any case, as the factors need it.
         formats: names of `warpring.formats.FORMATS`.
         batches: token counts, each at least 1 and at most `inputs.num_tokens`.
 
@@ -298,10 +302,10 @@ def _run(
     outputs = [
         moe_decode(
             layer.x[:batch],
-            pack_experts(stored) if path == "tile" else stored,
+            pack_experts(stored) if path in PACKED_PATHS else stored,
             layer.topk_idx[:batch],
             layer.topk_weights[:batch],
-            path=path,
+            path=PACKED_PATHS.get(path, path),
         )
         for layer, stored in zip(layers, experts, strict=True)
     ]

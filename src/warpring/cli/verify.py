@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--path",
         metavar="PATH,...",
-        help="warp, tile, cores, grouped, classical, reference (default: warp,tile,classical on a GPU, "
+        help="warp, tile, cores, grouped, grouped_packed, classical, reference (default: warp,tile,classical on a GPU, "
         "reference,classical on a CPU)",
     )
     parser.add_argument("--format", metavar="FORMAT,...", help="number formats (default: all six)")
@@ -86,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
     from warpring.cli.bench import choose_device, parse_counts, parse_list
     from warpring.decode import PATHS
     from warpring.formats import FORMATS
-    from warpring.verify import report
+    from warpring.verify import PACKED_PATHS, report
 
     device = choose_device(args.device)
     batches = parse_counts("--batches", args.batches)
     formats = parse_list("--format", args.format, tuple(FORMATS)) if args.format else list(FORMATS)
     default = "warp,tile,classical" if device.type == "cuda" else "reference,classical"
-    paths = parse_list("--path", args.path or default, tuple(path for path in PATHS if path != "auto"))
+    paths = parse_list("--path", args.path or default, (*(path for path in PATHS if path != "auto"), *PACKED_PATHS))
     console = Console()
     results: list[Result] = []
     with Progress(console=console, transient=True) as progress:
