@@ -68,8 +68,9 @@ def moe_decode(
     Returns:
         out, or a new [num_tokens, hidden] bf16 tensor, equal bits run to run. BF16 activations and FP32 sums on every
         path but "classical", which quantises activations. On "warp", "tile", "cores" and "reference" sums have a fixed
-        order and a token's bits do not depend on the rest of the batch; "grouped" rounds gate, up and each expert's
-        output to BF16 besides, and leaves the order of sums to a library.
+        order and a token's bits do not depend on the rest of the batch, nor on "grouped" with packed experts on Hopper;
+        elsewhere "grouped" rounds gate, up and each expert's output to BF16 besides, and leaves the order of sums to a
+        library.
 
     Asynchronous on the current stream; can be captured in a CUDA graph once compiled (see `precompile`).
     There is no backward.
