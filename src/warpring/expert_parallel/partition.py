@@ -147,8 +147,7 @@ def open_partition(device_index: int, comm_sms: int | None = None, mode: Partiti
     Args:
         device_index: of the CUDA device.
         comm_sms: see `plan_split`.
-        mode: "green": two Green Contexts; "auto": these, or where there are none plain streams with a warning, for
-            calls in two halves; a call in one is a chain of launches then, which share the SMs in the same numbers;
+        mode: "green": two Green Contexts; "auto": these, or where there are none plain streams with a warning;
             "streams": two plain streams with capped grids, which share the SMs; "sequence": role after role, each on
             all SMs, as a library without partitions does it.
 

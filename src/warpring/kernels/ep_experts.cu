@@ -206,7 +206,6 @@ __device__ __forceinline__ void publish_tasks(const EpParams& params, Smem& smem
     bool over = false;  // the peers have been told
     const auto tell_peers = [&] {
         over = true;
-        pdl_wait();  // role1, where it shares the stream: `done` is the end of both
         if (has_failed(smem)) return;
 #pragma unroll 1
         for (int peer = lane; peer < params.peers.num_ranks; peer += kLanes) signal_done(params, peer);
@@ -324,7 +323,6 @@ __device__ __forceinline__ void set_up(Smem& smem) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     ep_experts(const __grid_constant__ EpParams params, const __grid_constant__ EpWeights weights) {
-    pdl_launch_dependents();  // role3 where it shares the stream: it waits for `done`
     Smem& smem = smem_of_cta();
     set_up(smem);
     if (uniform(threadIdx.x / kLanes) < kConsumerWarps) {
