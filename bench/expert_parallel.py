@@ -101,7 +101,12 @@ def ablation(num_ranks: int) -> Iterator[Work]:
     """One knob at a time, on each shape and format of the bar."""
     splits = tuple(Variant(comm_sms=sms) for sms in COMM_SMS)
     groups = {
-        "comm_sms": (*splits, Variant(partition="streams"), Variant(impl="shared")),
+        "comm_sms": (
+            *splits,
+            Variant(partition="programmatic"),
+            Variant(partition="streams"),
+            Variant(impl="shared"),
+        ),
         "block_m": tuple(Variant(block_m=block_m) for block_m in BLOCK_SIZES),
         "num_slots": tuple(Variant(num_slots=slots) for slots in RING_BLOCKS),
         "form": (Variant(), Variant(activation="bf16"), Variant(shared="fused")),

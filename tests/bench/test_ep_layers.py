@@ -100,7 +100,7 @@ def test_baselines_and_peers_can_be_left_out(script: ModuleType) -> None:
     found = plan(script, "bar --baselines nccl --peers flashinfer_pull")
     assert [variant.impl for variant in found[0].variants] == ["warpring", "warpring", "nccl"]
     assert [item.peers for item in found[-2:]] == [("flashinfer_pull",)] * 2
-    assert [variant.impl for variant in plan(script, "ablation --baselines nccl")[0].variants] == ["warpring"] * 5
+    assert [variant.impl for variant in plan(script, "ablation --baselines nccl")[0].variants] == ["warpring"] * 6
 
 
 def test_tokens_and_activations_choose_points(script: ModuleType) -> None:
@@ -133,7 +133,8 @@ def test_one_knob_on_two_formats(script: ModuleType) -> None:
     found = plan(script, f"ablation --knobs comm_sms --baselines  --layers {layers}")
     assert [f"{item.shape.name}:{item.format}" for item in found] == layers.split(",")
     for item in found:
-        assert item.variants == (*(Variant(comm_sms=sms) for sms in COMM_SMS), Variant(partition="streams"))
+        others = Variant(partition="programmatic"), Variant(partition="streams")
+        assert item.variants == (*(Variant(comm_sms=sms) for sms in COMM_SMS), *others)
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,10 @@ def soak_on(rank: int, replays: int, options: dict[str, Any], group: Any | None 
         return replace(Soak(verifier, seed=5).run(replays, 10), device_bytes=0)
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"num_shared": 1}, {"activation": "bf16"}]
+OPTIONS: list[dict[str, Any]] = [
+    *({}, {"num_shared": 1}, {"activation": "bf16"}),
+    *({"partition": "programmatic"}, {"partition": "programmatic", "num_shared": 1}),
+]
 
 
 @pytest.mark.gpu

@@ -232,3 +232,43 @@ def test_a_count_beyond_the_limit_ends_the_call_on_every_rank(monkeypatch: pytes
     assert isinstance(peer, PoisonedError)
     assert "rank 1 had a num_tokens beyond its limit" in str(peer)
     assert calls[0].out[:4].isnan().all()
+
+
+def chained(ranks: HostRanks, rank: int, call: Call, *, few: bool) -> list[Launch]:
+    """A call as the host chains it on one stream."""
+    made = host.Call(call.x, call.topk_idx, call.topk_weights, call.count, len(call.x), call.shared_weights)
+    ours = ranks.roles[rank]
+    launches = (
+        ours.shared(made),
+        ours.dispatch(made),
+        ours.experts(ranks.packed[rank].arguments(), programmatic=True),
+        ours.combine(made, call.out, early=few, programmatic=few),
+    )
+    return [emulated(launch) for launch in launches if launch is not None]
+
+
+@EMULATED
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("num_shared", [0, 1])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_chain_of_launches_goes_round_the_smallest_ring(
+    few: bool, num_shared: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """role1 waits for slots while CTAs of role2 find the list at its end: these must not wait for role1 before they
+    have published what they did."""
+    problem = replace(BASE, max_tokens_per_rank=24, num_shared=num_shared)
+    weights = weights_of(problem)
+    ranks = HostRanks(problem, weights, monkeypatch, num_slots=6, compute_ctas=3)
+    generator = torch.Generator().manual_seed(seed)
+    calls = [[make_call(problem, count, generator) for count in row] for row in ((24, 3), (24, 24), (0, 24))]
+    for call in calls[1]:
+        call.topk_idx[:] = 3
+        call.topk_weights.nan_to_num_(0.5)
+    streams: list[list[Launch]] = [[], []]
+    for row in calls:
+        for rank, call in enumerate(row):
+            streams[rank] += chained(ranks, rank, call, few=few)
+    run(*streams, seed=seed, concurrent=True, timeout_s=60)
+    for call in (call for row in calls for call in row):
+        check_results(problem, weights, call)
+    assert all(rank.failure.code == 0 for rank in ranks.ranks)

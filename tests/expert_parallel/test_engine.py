@@ -11,7 +11,7 @@ import torch
 from warpring import UnsupportedError
 from warpring.expert_parallel import engine
 from warpring.expert_parallel.engine import EARLY_TOKENS, KernelEngine, Options
-from warpring.expert_parallel.partition import Partition, Split
+from warpring.expert_parallel.partition import Partition, PartitionMode, Split
 from warpring.expert_parallel.problem import Problem
 
 CALL: Any = SimpleNamespace(count=EARLY_TOKENS + 1)
@@ -43,20 +43,26 @@ class Recorder:
     def dispatch(self, call: object) -> Any:
         return self.launch("role1")
 
-    def experts(self, weights: object) -> Any:
-        return self.launch("role2")
+    def experts(self, weights: object, *, programmatic: bool = False) -> Any:
+        return self.launch("programmatic role2" if programmatic else "role2")
 
-    def combine(self, call: object, out: object, *, early: bool = False) -> Any:
-        return self.launch("early role3" if early else "role3")
+    def combine(self, call: object, out: object, *, early: bool = False, programmatic: bool = False) -> Any:
+        return self.launch(f"{'programmatic ' if programmatic else ''}{'early ' if early else ''}role3")
 
 
 def recorded(
-    monkeypatch: pytest.MonkeyPatch, recorder: Recorder, *, child_graph: bool = False, sequence: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    recorder: Recorder,
+    *,
+    child_graph: bool = False,
+    sequence: bool = False,
+    partition: PartitionMode = "green",
 ) -> KernelEngine:
     """An engine whose device is a recorder."""
     made = object.__new__(KernelEngine)
     made._device = torch.device("cuda", 0)
-    made._options = Options(child_graph=child_graph)
+    made._options = Options(child_graph=child_graph, partition=partition)
+    made._chained = False
     made._roles = recorder  # pyright: ignore[reportAttributeAccessIssue]
     green: Any = (SimpleNamespace(context=11), SimpleNamespace(context=22))
     streams = None if sequence else (recorder.stream("comm"), recorder.stream("compute"))
@@ -84,7 +90,7 @@ def recorded(
 def test_roles_fork_from_the_callers_stream_and_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=True)
     made = recorded(monkeypatch, recorder)
-    made.send(CALL, WEIGHTS)
+    made.send(CALL, WEIGHTS, whole=False)
     assert recorder.log == [
         "fork on caller",
         "comm waits fork",
@@ -103,7 +109,7 @@ def test_roles_fork_from_the_callers_stream_and_join_it(monkeypatch: pytest.Monk
 def test_with_few_tokens_role3_follows_role1_and_the_caller_waits_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=False)
     made = recorded(monkeypatch, recorder)
-    made.send(FEW, WEIGHTS)
+    made.send(FEW, WEIGHTS, whole=False)
     recorder.log.clear()
     made.receive(FEW, WEIGHTS, OUT)
     assert recorder.log == [
@@ -115,6 +121,38 @@ def test_with_few_tokens_role3_follows_role1_and_the_caller_waits_for_both(monke
         "caller waits compute end",
         "end on caller",
     ]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_whole_call_is_a_chain_of_launches_on_the_callers_stream(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    recorder = Recorder(shared=shared)
+    made = recorded(monkeypatch, recorder, partition="programmatic")
+    before = ["role4 on caller"] if shared else []
+    for call, last in ((CALL, "role3"), (FEW, "programmatic early role3")):
+        recorder.log.clear()
+        made.send(call, WEIGHTS, whole=True)
+        made.receive(call, WEIGHTS, OUT)
+        launches = [line for line in recorder.log if "role" in line]
+        assert launches == [*before, "role1 on caller", "programmatic role2 on caller", f"{last} on caller"]
+        assert not any("comm" in line or "compute" in line or "fork" in line for line in recorder.log)
+
+
+@pytest.mark.parametrize("partition", ["auto", "green", "programmatic", "streams"])
+def test_a_call_in_two_halves_forks_whatever_the_last_one_did(
+    monkeypatch: pytest.MonkeyPatch, partition: PartitionMode
+) -> None:
+    recorder = Recorder(shared=False)
+    made = recorded(monkeypatch, recorder, partition=partition)
+    made.send(CALL, WEIGHTS, whole=True)
+    made.receive(CALL, WEIGHTS, OUT)
+    assert ("programmatic role2 on caller" in recorder.log) == (partition == "programmatic")
+    recorder.log.clear()
+    made.send(CALL, WEIGHTS, whole=False)
+    made.receive(CALL, WEIGHTS, OUT)
+    launches = [line for line in recorder.log if "role" in line]
+    assert launches == ["role1 on comm", "role2 on compute", "role3 on caller"]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -134,16 +172,30 @@ def test_building_a_layer_launches_every_kernel_where_it_will_run(
     assert [(name, where) for name, where in launches if "role3" in name] == places
 
 
+def test_building_a_layer_that_chains_launches_every_kernel_in_both_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(shared=False)
+    made = recorded(monkeypatch, recorder, partition="programmatic")
+    made._device = torch.device("cpu")
+    made._error, made._timeout = torch.zeros(40, dtype=torch.uint8), 1.0
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    made._warm_up(Problem(128, 64, 4, 2, 1, 8))
+    launches = {line for line in recorder.log if "role" in line}
+    assert launches == {
+        *("role1 on comm", "role2 on compute", "role3 on caller", "early role3 on comm"),
+        *("role1 on caller", "programmatic role2 on caller", "programmatic early role3 on caller"),
+    }
+
+
 def test_without_shared_experts_there_is_no_role4(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=False)
-    recorded(monkeypatch, recorder).send(CALL, WEIGHTS)
+    recorded(monkeypatch, recorder).send(CALL, WEIGHTS, whole=False)
     assert not any("role4" in line for line in recorder.log)
 
 
 def test_in_a_sequence_all_roles_follow_each_other_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=True)
     made = recorded(monkeypatch, recorder, sequence=True)
-    made.send(CALL, WEIGHTS)
+    made.send(CALL, WEIGHTS, whole=False)
     made.receive(CALL, WEIGHTS, OUT)
     launches = [line for line in recorder.log if line.startswith("role")]
     assert launches == [f"role{role} on caller" for role in (4, 1, 2, 3)]
@@ -159,12 +211,12 @@ def test_a_call_follows_the_last_one_where_events_can_say_so(
 ) -> None:
     recorder = Recorder(shared=False, capture=first)
     made = recorded(monkeypatch, recorder)
-    made.send(CALL, WEIGHTS)
+    made.send(CALL, WEIGHTS, whole=False)
     assert "caller waits end" not in recorder.log
     made.receive(CALL, WEIGHTS, OUT)
     recorder.log.clear()
     recorder.capture = second
-    made.send(CALL, WEIGHTS)
+    made.send(CALL, WEIGHTS, whole=False)
     assert ("caller waits end" in recorder.log) == waits
     assert not waits or recorder.log[0] == "caller waits end"
 
@@ -173,7 +225,7 @@ def test_a_call_follows_the_last_one_where_events_can_say_so(
 def test_the_explicit_graph_has_two_roots_that_no_edge_joins(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     recorder: Any = Recorder(shared=shared, capture=5)
     made = recorded(monkeypatch, recorder, child_graph=True)
-    made.send(CALL, WEIGHTS)
+    made.send(CALL, WEIGHTS, whole=False)
     assert recorder.log == []
     made.receive(CALL, WEIGHTS, OUT)
     kind, nodes, stream = recorder.log[0]
@@ -191,7 +243,7 @@ def test_the_explicit_graph_has_two_roots_that_no_edge_joins(monkeypatch: pytest
 def test_outside_of_a_capture_the_streams_serve_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=False)
     made = recorded(monkeypatch, recorder, child_graph=True)
-    made.send(CALL, WEIGHTS)
+    made.send(CALL, WEIGHTS, whole=False)
     made.receive(CALL, WEIGHTS, OUT)
     assert "role1 on comm" in recorder.log
     assert "role3 on caller" in recorder.log

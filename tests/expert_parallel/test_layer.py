@@ -161,7 +161,7 @@ class FakeEngine:
         self.check = on_check
         self.closed = 0
 
-    def send(self, call: object, weights: object) -> None: ...
+    def send(self, call: object, weights: object, *, whole: bool) -> None: ...
 
     def receive(self, call: object, weights: object, out: torch.Tensor) -> None:
         self.receive_now()

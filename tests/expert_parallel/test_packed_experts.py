@@ -31,7 +31,7 @@ class FakeEngine:
     def pack(self, experts: Any, shared: Any) -> str:
         return "packed here"
 
-    def send(self, call: Any, weights: Any) -> None:
+    def send(self, call: Any, weights: Any, *, whole: bool) -> None:
         self.sent.append(weights)
 
     def check(self) -> None: ...

@@ -72,6 +72,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of a rank (default: 256; 64 of a soak)")
     parser.add_argument("--soak", type=int, metavar="N", help="N replays back to back of a small layer or of --model")
     parser.add_argument("--jsonl", metavar="FILE", help="append a record of every case or soak to FILE")
+    parser.add_argument(
+        "--partition", metavar="MODE", default="auto", help="how roles share a GPU, as in ExpertParallelDecode"
+    )
     parser.add_argument("--comm-sms", type=int, metavar="N", help="communication SMs (default: a choice that fits)")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="bound of a wait (default %(default)s)"
@@ -155,6 +158,7 @@ def _verifier(args: argparse.Namespace, place: _Place, layer: _Layer) -> Verifie
         seed=args.seed,
         timeout=args.timeout,
         comm_sms=args.comm_sms,
+        partition=args.partition,
         **_sizes(args, layer),
     )
 

@@ -1,4 +1,6 @@
-"""The layer on a GPU: partitions, workspace and kernels of one rank, and the fork and join of a call.
+"""The layer on a GPU: partitions, workspace and kernels of one rank, and the launches of a call.
+
+A call in two halves forks and joins:
 
     caller's stream   ──┬──────────────────────────────┬── role3 ──
     communication       ├── (role4) ── role1 ──────────┤
@@ -6,12 +8,14 @@
 
 The fork and the join are events, so inside a capture they become edges: role1 and role2 are nodes without an edge
 between them, each in its own Green Context. With few tokens role3 follows role1 in the communication partition and
-waits for role2's `done` itself: a launch behind role2 would cost 3 us.
+waits for role2's `done` itself: a launch behind role2 would cost 3 us. With `partition="programmatic"` a call in one is
+a chain on the caller's stream, in which each role starts when all CTAs of the one before run.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -107,6 +111,8 @@ class KernelEngine:
         combine_ctas = torch.cuda.get_device_properties(index).multi_processor_count
         self._roles = Roles(problem, params, index, combine_ctas, per_sm)
         self._fork, self._join_comm, self._join_compute, self._end = (torch.cuda.Event() for _ in range(4))
+        #: Whether the call that was started is a chain.
+        self._chained = False
         #: In which capture `_end` was recorded: None outside of one, -1 before the first call.
         self._end_capture: int | None = -1
         torch.cuda.synchronize(self._device)
@@ -122,12 +128,17 @@ class KernelEngine:
         empty = torch.empty(0, problem.hidden, dtype=torch.bfloat16, device=self._device)
         weights = torch.empty(0, problem.topk, device=self._device)
         for dtype in INDEX_DTYPES:
-            for few in (False, True):
+            for few, chained in product((False, True), (False, True) if self._chains else (False,)):
                 call = Call(empty, weights.to(dtype), weights, None, 0, None)
-                self._fork_roles(call, no_weights)
+                self._start_roles(call, no_weights, chained=chained)
                 self._join_roles(call, no_weights, empty, few=few)
         torch.cuda.synchronize(self._device)
         self.check()
+
+    @property
+    def _chains(self) -> bool:
+        """Whether a call without anything between its halves may be a chain of launches on one stream."""
+        return self._options.partition == "programmatic" and not self._options.child_graph
 
     @property
     def sm_counts(self) -> Split | None:
@@ -138,30 +149,46 @@ class KernelEngine:
         """The experts in the order in which role2 streams them, on this GPU."""
         return pack_ep(experts, shared)
 
-    def send(self, call: Call, weights: EpPacked) -> None:
-        """Fork: role4 and role1 on the communication stream, role2 on the compute stream."""
-        self._fork_roles(call, weights.arguments())
+    def send(self, call: Call, weights: EpPacked, *, whole: bool) -> None:
+        """Start role1 (and role4) and role2: of a whole call in a chain, else each on its partition's stream."""
+        self._start_roles(call, weights.arguments(), chained=whole and self._chains)
 
-    def _fork_roles(self, call: Call, weights: EpWeights) -> None:
+    def _start_roles(self, call: Call, weights: EpWeights, *, chained: bool) -> None:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._follow_last_call(current)
-            if self._captures_child(current):
-                return
-            comm, compute = self._partition.streams or (current, current)
-            self._fork.record(current)
-            comm.wait_event(self._fork)
-            compute.wait_event(self._fork)
-            # role1 first: a kernel that is not loaded yet is loaded when nothing runs, and role2 waits for role1.
-            if (shared := self._roles.shared(call)) is not None:
-                shared.on(comm)
-            self._roles.dispatch(call).on(comm)
-            self._roles.experts(weights).on(compute)
-            self._join_comm.record(comm)
-            self._join_compute.record(compute)
+            self._chained = chained and not self._captures_child(current)
+            if self._chained:
+                self._chain_roles(call, weights, current)
+            elif not self._captures_child(current):
+                self._fork_roles(call, weights, current)
+
+    def _chain_roles(self, call: Call, weights: EpWeights, current: torch.cuda.Stream) -> None:
+        """role4, role1 and role2 on the caller's stream, each launched as soon as all CTAs of the one before run.
+
+        So role1 has its SMs before role2 takes the others, and no edge leads from one context into another.
+        """
+        if (shared := self._roles.shared(call)) is not None:
+            shared.on(current)
+        self._roles.dispatch(call).on(current)
+        self._roles.experts(weights, programmatic=True).on(current)
+
+    def _fork_roles(self, call: Call, weights: EpWeights, current: torch.cuda.Stream) -> None:
+        """role4 and role1 on the communication stream, role2 on the compute stream."""
+        comm, compute = self._partition.streams or (current, current)
+        self._fork.record(current)
+        comm.wait_event(self._fork)
+        compute.wait_event(self._fork)
+        # role1 first: a kernel that is not loaded yet is loaded when nothing runs, and role2 waits for role1.
+        if (shared := self._roles.shared(call)) is not None:
+            shared.on(comm)
+        self._roles.dispatch(call).on(comm)
+        self._roles.experts(weights).on(compute)
+        self._join_comm.record(comm)
+        self._join_compute.record(compute)
 
     def receive(self, call: Call, weights: EpPacked, out: torch.Tensor) -> None:
-        """Join: role3 behind both partitions, on the caller's stream, or of few tokens behind role1."""
+        """role3 behind both partitions, on the caller's stream; of few tokens it is launched before role2 ends."""
         self._join_roles(call, weights.arguments(), out, few=call.count <= EARLY_TOKENS)
 
     def _join_roles(self, call: Call, weights: EpWeights, out: torch.Tensor, *, few: bool) -> None:
@@ -169,6 +196,8 @@ class KernelEngine:
             current = torch.cuda.current_stream()
             if self._captures_child(current):
                 add_child_graph(self._nodes(call, weights, out), current)
+            elif self._chained:
+                self._roles.combine(call, out, early=few, programmatic=few).on(current)
             elif few and self._partition.contexts and self._partition.streams:
                 self._combine_early(call, out, current, self._partition.streams[0])
             else:

@@ -185,7 +185,8 @@ class ExpertParallelDecode:
                 `close`.
             PoisonedError: the layer failed earlier, or is closed.
         """
-        return self.receive(self._send(x, topk_idx, topk_weights, num_tokens, shared, out), out=out)
+        handle = self._send(x, topk_idx, topk_weights, num_tokens, shared, out, whole=True)
+        return self.receive(handle, out=out)
 
     def send(
         self,
@@ -200,7 +201,7 @@ class ExpertParallelDecode:
 
         What runs between the halves overlaps with them. The arguments must stay unchanged until `receive`.
         """
-        return self._send(x, topk_idx, topk_weights, num_tokens, shared, None)
+        return self._send(x, topk_idx, topk_weights, num_tokens, shared, None, whole=False)
 
     def _send(
         self,
@@ -210,13 +211,15 @@ class ExpertParallelDecode:
         num_tokens: int | torch.Tensor | None,
         shared: torch.Tensor | None,
         out: torch.Tensor | None,
+        *,
+        whole: bool,
     ) -> Handle:
         """`send`; every argument is checked before anything is sent, `out` included where it is known already."""
         with self._turns.begin() as engine:
             call = make_call(self.problem, self._device, x, topk_idx, topk_weights, num_tokens, shared)
             if out is not None:
                 check_out(out, x)
-            return self._turns.send(engine, call, self._weights)
+            return self._turns.send(engine, call, self._weights, whole=whole)
 
     def receive(self, handle: Handle, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """The second half of a call: the outputs. On a failure, `out` is filled with NaN."""

@@ -47,7 +47,7 @@ class GlooEngine:
         """The experts as they are."""
         return experts, shared
 
-    def send(self, call: Call, weights: _Weights) -> None:
+    def send(self, call: Call, weights: _Weights, *, whole: bool = True) -> None:
         """Publish the routing to every rank, and each token to the ranks that have one of its experts."""
         problem, ranks = self._problem, self.ranks
         self._generation += 1

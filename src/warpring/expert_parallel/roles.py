@@ -114,16 +114,17 @@ class Roles:
             self._specs.dispatch[call.topk_idx.dtype], self.params.comm_ctas, DISPATCH_THREADS, arguments, behind
         )
 
-    def experts(self, weights: EpWeights) -> Launch:
-        """role2, with a layer's weights."""
+    def experts(self, weights: EpWeights, *, programmatic: bool = False) -> Launch:
+        """role2, with a layer's weights; `programmatic`: as soon as all CTAs of role1 run, behind which it stands."""
         arguments = KernelArguments(self.params, weights)
-        return self._launch(self._specs.experts, self.params.compute_ctas, EXPERTS_THREADS, arguments)
+        return self._launch(self._specs.experts, self.params.compute_ctas, EXPERTS_THREADS, arguments, programmatic)
 
-    def combine(self, call: Call, out: torch.Tensor, *, early: bool = False) -> Launch:
-        """role3, on all SMs, or with `early` on those of communication, a few CTAs each."""
+    def combine(self, call: Call, out: torch.Tensor, *, early: bool = False, programmatic: bool = False) -> Launch:
+        """role3, on all SMs, or with `early` on those of communication, a few CTAs each; `programmatic`: as soon as
+        all CTAs of role2 run, behind which it stands."""
         arguments = KernelArguments(self.params, *_rows(out), *_rows(call.topk_idx), *_count(call))
         grid = EARLY_COMBINE_CTAS * self.params.comm_ctas if early else self._combine_ctas
-        return self._launch(self._specs.combine[call.topk_idx.dtype], grid, COMBINE_THREADS, arguments)
+        return self._launch(self._specs.combine[call.topk_idx.dtype], grid, COMBINE_THREADS, arguments, programmatic)
 
     def _launch(
         self, spec: KernelSpec, grid: int, block: int, arguments: KernelArguments, programmatic: bool = False

@@ -34,8 +34,11 @@ class Engine(Protocol):
         """Weights in the form that `send` and `receive` take."""
         ...
 
-    def send(self, call: Call, weights: Any) -> None:
-        """Start a call: publish the tokens, start the experts where that needs no wait on the host."""
+    def send(self, call: Call, weights: Any, *, whole: bool) -> None:
+        """Start a call: publish the tokens, start the experts where that needs no wait on the host.
+
+        `whole`: `receive` follows at once, with nothing of the caller's between them.
+        """
         ...
 
     def receive(self, call: Call, weights: Any, out: torch.Tensor) -> None:
@@ -91,10 +94,10 @@ class Turns:
             self._check(engine)
             yield engine
 
-    def send(self, engine: Engine, call: Call, weights: Any) -> Handle:
-        """Start a call, within `begin`."""
+    def send(self, engine: Engine, call: Call, weights: Any, *, whole: bool) -> Handle:
+        """Start a call, within `begin`; see `Engine.send`."""
         with self._poisons():
-            engine.send(call, weights)
+            engine.send(call, weights, whole=whole)
         self._number += 1
         self._pending = Handle(call, weights, self._number)
         return self._pending

@@ -103,4 +103,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     if (threadIdx.x == 0 && !poisoned) advance(params, generation);
+    pdl_wait();  // role2, where this kernel was launched before its end
 }

@@ -323,6 +323,7 @@ __device__ __forceinline__ void set_up(Smem& smem) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     ep_experts(const __grid_constant__ EpParams params, const __grid_constant__ EpWeights weights) {
+    pdl_launch_dependents();  // role3 where it shares the stream: it waits for `done`
     Smem& smem = smem_of_cta();
     set_up(smem);
     if (uniform(threadIdx.x / kLanes) < kConsumerWarps) {
@@ -333,7 +334,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         const uint64_t generation = params.gmem_state->generation + 1, block_base = params.gmem_state->block_base;
         const EpSync sync = ep_sync(params, generation);
         const int thread = threadIdx.x - kConsumers;
-        if (thread == 0) produce_tasks(params, smem, sync, block_base);
+        if (thread == 0) {
+            produce_tasks(params, smem, sync, block_base);
+            // role1, where it shares the stream: the end of this kernel is the end of both. By a thread that publishes nothing: role1
+            // may be waiting for slots that this CTA's last tasks free.
+            pdl_wait();
+        }
         if (thread == kLanes) produce_weights(weights, smem);
         if (thread == 2 * kLanes) produce_tokens(params, smem, sync);
         if (thread >= 3 * kLanes) publish_tasks(params, smem);
