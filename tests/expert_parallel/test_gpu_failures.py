@@ -107,7 +107,7 @@ def replay_until(work: Callable[[], Any], seconds: float) -> tuple[str, Any, flo
     return found
 
 
-def fail(rank: int, how: str) -> tuple[Any, Any, bool]:
+def fail(rank: int, how: str, partition: str) -> tuple[Any, Any, bool]:
     """After a good call rank 1 dies, is killed while it replays, or is stopped until rank 0 has given up: then it calls
     all the same, or never does. Those that live build the layer again.
 
@@ -116,7 +116,7 @@ def fail(rank: int, how: str) -> tuple[Any, Any, bool]:
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     verifier_of(rank).layer.close()  # kernels are compiled now: ranks come together from here on
-    verifier = verifier_of(rank, timeout=BOUND)
+    verifier = verifier_of(rank, timeout=BOUND, partition=partition)
     verifier.run(Case(8), replays=2, checked=1)
     failed = again = ("", None, 0.0)
     if rank == 1 and how == "dies":
@@ -138,15 +138,16 @@ def fail(rank: int, how: str) -> tuple[Any, Any, bool]:
         os.kill(pids[1], signal.SIGCONT)
     if how == "dies":
         return failed, again, False
-    rebuilt = verifier_of(rank)
+    rebuilt = verifier_of(rank, partition=partition)
     with rebuilt.layer:
         return failed, again, works(rebuilt)
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize("partition", ["auto", "programmatic"])
 @pytest.mark.parametrize("how", ["dies", "is killed while it replays", "comes late", "never calls"])
-def test_a_peer_that_is_gone_is_named_within_the_bound_and_the_layer_can_be_rebuilt(how: str) -> None:
-    first, second = run_ranks(fail, 2, how)
+def test_a_peer_that_is_gone_is_named_within_the_bound_and_the_layer_can_be_rebuilt(how: str, partition: str) -> None:
+    first, second = run_ranks(fail, 2, how, partition)
     (kind, fields, seconds), again, rebuilt = first
     assert (kind, fields[:2]) == ("PeerTimeoutError", (0, 1))
     assert BOUND - 0.5 < seconds < 20
