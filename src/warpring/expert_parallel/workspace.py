@@ -2,7 +2,7 @@
 
 Kernels get the result by value as `EpParams` (kernels/ep_params.cuh), mirrored below. What ranks share lies in one
 symmetric region with the same offsets on every rank, all else in one local buffer. With T tokens a rank, K slots,
-K' = K + shared, R ranks, H and I padded to H_p and I_p, c bytes a column (its E4M3 terms), p bytes a partial (2 or 4), s
+K' = K + shared, R ranks, H and I padded to H_p and I_p, c bytes a column (E4M3 terms), p bytes a partial (2 or 4), s
 scales a token, S ring slots of BM tokens and B blocks at most:
 
     symmetric = 1152 + 32 R ceil(T K / 4) + T ceil128(c H_p + 4 s + 4 K) + p T K' H
