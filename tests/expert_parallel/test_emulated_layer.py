@@ -6,16 +6,17 @@ Replays with other tokens, routings and counts, against the same arithmetic done
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emulated_ranks import HERE, Call, Ranks, macros, make_call
-from emulator import Launch, load, run, unusable_reason
+from emulator import EmulationError, Launch, load, run, unusable_reason
 from moe_inputs import make_inputs
 
 from warpring import ArgumentError, Experts, gpt_oss_swiglu, moe_exact
-from warpring.errors import PeerTimeoutError, PoisonedError
+from warpring.errors import PeerTimeoutError, PoisonedError, WarpringError
 from warpring.expert_parallel import call as host
 from warpring.expert_parallel import roles
 from warpring.expert_parallel.arithmetic import run_layer
@@ -26,7 +27,7 @@ from warpring.expert_parallel.roles import Roles, failure
 from warpring.expert_parallel.workspace import plan_schedule
 from warpring.formats import ceil_div
 from warpring.runtime import by_value
-from warpring.runtime.jit import KernelSpec
+from warpring.runtime.jit import KERNEL_DIR, KernelSpec
 
 EMULATED = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
 LEAST_COSINE = 0.9999997
@@ -272,3 +273,95 @@ def test_a_chain_of_launches_goes_round_the_smallest_ring(
     for call in (call for row in calls for call in row):
         check_results(problem, weights, call)
     assert all(rank.failure.code == 0 for rank in ranks.ranks)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A kernel whose source has `new` where the project's has `old`."""
+
+    entry: str
+    old: str
+    new: str = ""
+
+    def write(self, folder: Path) -> None:
+        changed = folder / f"{self.entry}.cu"
+        text = (changed if changed.exists() else KERNEL_DIR / changed.name).read_text()
+        assert text.count(self.old) == 1
+        changed.write_text(text.replace(self.old, self.new))
+
+
+# A CTA of role1 that all others overtake.
+_SLOW = (
+    "for (int i = 0; blockIdx.x == gridDim.x - 1 && i < 1500; ++i) ld_relaxed_gpu_u32(&params.gmem_state->poison);\n"
+)
+_CLAIM, _START = "claim(params, sync);\n\n", "const EpSync sync = ep_sync"
+SLOW_CLAIM = Change("ep_dispatch", _CLAIM, f"{_SLOW}{_CLAIM}")
+SLOW_START = Change("ep_dispatch", _START, f"{_SLOW}{_START}")
+# No block anywhere: nobody waits for role1's last CTA. And more blocks, of one expert and of shared ones, than slots.
+NOTHING, MUCH = (8, -1), (56, 3)
+
+
+def run_chain(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, load_of_call: tuple[int, int], changes: list[Change]
+) -> None:
+    """Calls in chains round the smallest ring, with kernels that are changed; raises what goes wrong."""
+    tokens, expert = load_of_call
+    problem = replace(BASE, max_tokens_per_rank=tokens, num_shared=int(expert >= 0))
+    weights = weights_of(problem)
+    ranks = HostRanks(problem, weights, monkeypatch, num_slots=6, compute_ctas=3)
+    for change in changes:
+        change.write(folder)
+    generator = torch.Generator().manual_seed(1)
+    calls = [[make_call(problem, tokens, generator) for _ in range(2)] for _ in range(2)]
+    streams: list[list[Launch]] = [[], []]
+    for rank, call in ((rank, call) for row in calls for rank, call in enumerate(row)):
+        call.topk_idx[:] = expert
+        call.topk_weights.nan_to_num_(0.5)
+        for launch in chained(ranks, rank, call, few=True):
+            spec = launch.kernel.spec
+            changed = (folder / spec.source).exists()
+            streams[rank].append(replace(launch, kernel=load(spec, folder)) if changed else launch)
+    run(*streams, seed=2, concurrent=True, timeout_s=60)
+    for error in failures(ranks):
+        if error is not None:
+            raise error
+    assert all((rank.state.generation, rank.state.busy) == (2, 0) for rank in ranks.ranks)
+    for call in (call for row in calls for call in row):
+        check_results(problem, weights, call)
+
+
+@EMULATED
+@pytest.mark.parametrize("load_of_call", [NOTHING, MUCH], ids=["nothing", "much"])
+@pytest.mark.parametrize("slow", [SLOW_CLAIM, SLOW_START], ids=["claim", "start"])
+def test_a_chain_ends_no_call_before_the_last_cta_of_role1(
+    slow: Change, load_of_call: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody waits for one without a block: it may come to read the state and claim the workspace behind `done`."""
+    run_chain(tmp_path, monkeypatch, load_of_call, [slow])
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    ("load_of_call", "changes"),
+    [
+        (NOTHING, [SLOW_CLAIM, Change("ep_combine", "    pdl_wait();\n    state.block_base", "    state.block_base")]),
+        (NOTHING, [SLOW_START, Change("ep_combine", "    pdl_wait();\n    state.block_base", "    state.block_base")]),
+        (NOTHING, [SLOW_CLAIM, Change("ep_experts", "            pdl_wait();\n")]),
+        (MUCH, [Change("ep_experts", "3 * kLanes) publish_tasks", "3 * kLanes) pdl_wait(), publish_tasks")]),
+        (MUCH, [Change("ep_dispatch", "pdl_launch_dependents();")]),
+        (MUCH, [Change("ep_shared", "pdl_launch_dependents();")]),
+    ],
+    ids=[
+        "role3 moves the state on, a claim comes later",
+        "role3 moves the state on, a CTA reads it later",
+        "role2 ends before role1",
+        "role2 waits before it publishes",
+        "role1 lets role2 start at its end",
+        "role4 lets role1 start at its end",
+    ],
+)
+def test_a_chain_needs_each_of_its_waits(
+    load_of_call: tuple[int, int], changes: list[Change], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises((WarpringError, EmulationError, AssertionError)):
+        run_chain(tmp_path, monkeypatch, load_of_call, changes)
