@@ -41,6 +41,7 @@ struct Products {
     float part[kBlocks ? N / 2 : 1];  // of a block of 128 columns
     float low_scale, high_scale;      // of this block
     typename Format::Raw raw[2];      // a chunk's records
+    uint32_t weights_empty;           // of the stage that they are the last of
 
     __device__ __forceinline__ Products(Consumer& consumer, const Args& args, const Task& task)
         : me(consumer), scales(args, task) {
@@ -48,22 +49,28 @@ struct Products {
         for (int i = 0; i < N / 2; ++i) sum[i] = 0.f;
     }
 
-    // Loads the weights of chunk `chunk` of a turn of `count` chunks.
+    // Whether a stage of weights ends with chunk `chunk` of a turn of `count` chunks.
+    static __device__ __forceinline__ constexpr bool ends_stage(int chunk, int count) {
+        return chunk % kStageChunks == kStageChunks - 1 || chunk == count - 1;
+    }
+
+    // Loads the weights of that chunk. Its stage is not given back yet: the loads are on their way.
     __device__ __forceinline__ void fetch(int chunk, int count, bool half) {
         const int place = chunk % kStageChunks;
         if (place == 0) me.weights.wait_full();
         const uint32_t run = me.weights.stage() + me.warp * kPanelStageBytes;
         raw[0] = Format::load(run, me.lane, 2 * place);
         if (!half) raw[1] = Format::load(run, me.lane, 2 * place + 1);
-        if (place == kStageChunks - 1 || chunk == count - 1) {
-            __syncwarp();
-            mbarrier_arrive_if(me.weights.empty(), me.lane == 0);
+        if (ends_stage(chunk, count)) {
+            weights_empty = me.weights.empty();
             me.weights.advance();
         }
     }
 
-    // Starts the products of the chunk whose weights are loaded. `adds`: not the first of a block of scales.
-    __device__ __forceinline__ void start(bool half, int adds) {
+    // Starts the products of the chunk whose weights are loaded, and gives their stage back if it ends there: an arrival
+    // overtakes loads that the warp issued before it, and where shared memory is busy these would read what the next
+    // copy wrote; products that have started have their operands. `adds`: not the first of a block of scales.
+    __device__ __forceinline__ void start(bool half, int adds, bool ends_stage) {
         Operands in[2];
         Format::unpack(raw[0], in[0]);
         if (!half) Format::unpack(raw[1], in[1]);
@@ -80,6 +87,7 @@ struct Products {
                 wgmma_bf16<N>(sum, a[0], a[1], a[2], a[3], b_descriptor_swizzled(image[0], step), 1);
         }
         warpgroup_commit();
+        if (ends_stage) mbarrier_arrive_if(weights_empty, me.lane == 0);
     }
 
     // The products that read the stage whose "empty" this is are done.
@@ -110,7 +118,7 @@ struct Products {
         for (int c = 0; c < count; ++c) {
             const bool last = c == count - 1;
             if (kBlocks && c % 2 == 0) load_scales((first + c) / 2);
-            start(half_at_end && last, c % 2);
+            start(half_at_end && last, c % 2, ends_stage(c, count));
             empty[c] = me.tokens.empty();
             me.tokens.advance();
             const bool drains = last || (kBlocks && c % 2 == 1);
