@@ -134,4 +134,4 @@ def _activate(experts: Experts, gate: Array, up: Array) -> Array:
     up = up + np.float32(act.up_offset)
     slope = -np.float32(act.alpha) * gate
     exp = np.array([_LIBM.expf(v) for v in slope.ravel().tolist()], np.float32).reshape(slope.shape)
-    return gate / (one + exp) * up
+    return gate * (one / (one + exp)) * up
