@@ -72,11 +72,11 @@ __device__ __forceinline__ void advance(const EpParams& params, uint64_t generat
     const uint32_t own = blockIdx.x == 0 ? kOfCall - (gridDim.x - 1) : 1;
     const uint32_t finished = atom_add_acq_rel_gpu_u32(&state.combine_done, own) + own;
     if (finished != uint32_t(generation * kOfCall)) return;
-    const uint64_t num_blocks = ld_relaxed_gpu_b128(plan_packet(params, 0)).y;
+    const uint64_t block_base = state.block_base + ld_relaxed_gpu_b128(plan_packet(params, 0)).y;
     // Launched before role2's end, this kernel may be here before CTAs of role1 that nobody waits for have read the state and
     // claimed the workspace.
     pdl_wait();
-    state.block_base += num_blocks;
+    state.block_base = block_base;
     state.generation = generation;
     state.busy = 0;
 }
