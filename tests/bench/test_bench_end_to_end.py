@@ -127,7 +127,7 @@ def test_script_records_every_bucket_of_every_path(
     points = [(r["batch"], r["context"], r.get("path", r["impl"])) for r in recs]
     assert points == [(b, 16, name) for b in (1, 3) for name in ("reference", "transformers_grouped_mm")]
     for rec in recs:
-        assert rec["tokens_per_s"] == pytest.approx(rec["batch"] / rec["p50_us"] * 1e6, rel=1e-3)
+        assert rec["tokens_per_s"] == pytest.approx(rec["batch"] / rec["p50_us"] * 1e6, rel=1e-3, abs=0.05)
         shares = [rec[f"{name}_share"] for name in ("experts", "attention", "other")]
         assert sum(shares) == pytest.approx(1, abs=1e-3)
         assert "3 layers, 2 sets of expert weights" in rec["note"]

@@ -86,18 +86,20 @@ def test_skewed_calls_are_skewed_on_every_rank() -> None:
     """The same experts are hot on all ranks in the same call, or no expert would ever get much."""
     problem = replace(small().problem, num_ranks=2, max_tokens_per_rank=12)
     ranks = [DrawnInputs(problem, rank, CPU, 0) for rank in (0, 1)]
-    both = one_rank = 0
+    both = one_rank = empty = 0
     for _ in range(40):
         for inputs in ranks:
             inputs.draw()
         for call in range(CALLS):
             used = torch.cat([i.topk_idx[call, : i.counts[call]] for i in ranks]).flatten()
             used = used[used >= 0]
+            empty += not any(int(i.counts[call]) for i in ranks)
             if len(used) > 10:
                 both += len(used.unique()) == 1
                 one_rank += len(used.unique()) > 1 and len((used // 3).unique()) == 1
     assert both > 5
     assert one_rank > 5
+    assert empty > 1
 
 
 # The soak

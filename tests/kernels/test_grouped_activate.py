@@ -92,6 +92,7 @@ def test_the_whole_path_runs_through_its_kernels(format: str, packed: bool, monk
     monkeypatch.setattr(grouped, "_products", grouped._products_by_library)
     monkeypatch.setattr(grouped, "WORKSPACE_BYTES", 1)
     monkeypatch.setattr(grouped, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(grouped, "_has_gemms", lambda device: False)  # a GPU without GEMMs of our own
     out = torch.full_like(inputs.x, torch.nan)
     layer = pack_experts(inputs.experts) if packed else inputs.experts
     grouped.moe_grouped(inputs.x, layer, inputs.topk_idx, inputs.topk_weights, out)

@@ -83,7 +83,7 @@ class DrawnInputs:
 
     Every row is one of a few thousand random tokens. Counts go from 0 to the most; rows beyond are NaN and name no
     expert. One slot in 16 is unused, with a NaN weight. Of eight calls one sends every slot of every rank to one
-    expert, and one to the experts of one rank.
+    expert, one goes to the experts of one rank, and of 32 one has no token on any rank.
 
     Attributes:
         number: int64 scalar on the device: which replay `draw` draws next.
@@ -114,7 +114,7 @@ class DrawnInputs:
         of_all_ranks = mixed((self.number * CALLS + self._calls) * 2**20 + self._seed)
         bits = mixed(mixed(of_all_ranks + self._rank + 1) + self._places)
         token, scores, weights, used, count = bits.split(self._parts, dim=1)
-        self.counts.copy_(count[:, 0] % (rows + 1))
+        self.counts.copy_((count[:, 0] % (rows + 1)).masked_fill(of_all_ranks[:, 0] % 32 == 2, 0))
         beyond = self._rows >= self.counts[:, None, None]
         self.x.copy_(self._tokens[token % _TOKENS].masked_fill(beyond, torch.nan))
         ids = scores.reshape(CALLS, rows, num_experts).topk(topk, dim=2).indices

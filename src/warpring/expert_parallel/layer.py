@@ -72,7 +72,8 @@ class ExpertParallelDecode:
             num_slots: ring slots (see `plan_schedule`); None chooses.
             timeout: seconds that a rank waits for another, here and in every call.
             partition: how a GPU is shared between communication and compute, see `open_partition`.
-            child_graph: in a capture, add the call as one explicit child graph, instead of capturing its launches.
+            child_graph: in a capture, add the call as one explicit child graph, instead of capturing its launches; such
+                calls are never a chain (`partition="programmatic"`).
 
         Raises:
             ArgumentError: experts, packed or not, that do not fit the problem.

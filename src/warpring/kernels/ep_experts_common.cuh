@@ -49,6 +49,7 @@ constexpr int64_t kRingActSlotBytes = int64_t(kBlockM) * kIntermediatePadded * k
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
 constexpr int kStages = WARPRING_STAGES;
+static_assert(kStages >= 3, "products of a group are under way while the next is loaded, of a chunk a stage each");
 constexpr int kTasks = 8;  // of the queue
 // A stage: chunks of weights; the same columns of the block's tokens as a B image; scales, one row a group of columns.
 constexpr int kImageAt = larger(kStageChunks<Routed> * kWeightChunkBytes<Routed>,
@@ -127,6 +128,10 @@ struct Ring {
     // The stage whose "full" is at `barrier` has been read.
     static __device__ __forceinline__ void release(uint32_t barrier, bool arrives) {
         mbarrier_arrive_if(barrier + kToEmpty, arrives);
+    }
+    // The same where what was loaded last may not have come yet.
+    static __device__ __forceinline__ void release_behind(uint32_t barrier, bool arrives, float loaded) {
+        mbarrier_arrive_behind(barrier + kToEmpty, arrives, loaded);
     }
     __device__ __forceinline__ void advance() {
         index = index + 1 == stages ? 0 : index + 1;

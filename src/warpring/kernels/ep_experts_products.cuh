@@ -148,7 +148,9 @@ struct Products {
         constexpr bool kEnd = g % kGroupsOfStage == kGroupsOfStage - 1;
         if constexpr (kEnd || kMayBeLast) {
             __syncwarp();
-            StageRing::release(group.stage.barrier, me.lane == 0 && (kEnd || last));
+            // The codes have come: products took them. The scales of the tokens were asked for last.
+            const bool arrives = me.lane == 0 && (kEnd || last);
+            StageRing::release_behind(group.stage.barrier, arrives, x[kTokenGroups - 1][N / 4 - 1]);
         }
     }
 
