@@ -7,7 +7,18 @@
 from __future__ import annotations
 
 from emulator.build import Kernel, load, unusable_reason
+from emulator.changed import write_changed
 from emulator.gpu import emulated_gpu
 from emulator.launch import EmulationError, Launch, guarded, run
 
-__all__ = ["EmulationError", "Kernel", "Launch", "emulated_gpu", "guarded", "load", "run", "unusable_reason"]
+__all__ = [
+    "EmulationError",
+    "Kernel",
+    "Launch",
+    "emulated_gpu",
+    "guarded",
+    "load",
+    "run",
+    "unusable_reason",
+    "write_changed",
+]

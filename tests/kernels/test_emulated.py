@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import emulated_gpu, guarded, unusable_reason
+from emulator import emulated_gpu, guarded, unusable_reason, write_changed
 from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
 
 from warpring import GELU_TANH, SILU, Activation, clipped_swiglu, gpt_oss_swiglu, moe_exact, pack_experts
@@ -409,23 +409,10 @@ SPECIAL_MUTATIONS: dict[str, tuple[dict[str, str], tuple[int, int, int, int, int
 }
 
 
-def write_mutated(directory: Path, places: dict[str, str]) -> None:
-    """The kernel's sources with each of `places`, which is there once, replaced."""
-    found = 0
-    for path in (KERNEL_DIR / "tile.cu", *KERNEL_DIR.glob("*.cuh")):
-        source = path.read_text()
-        if path.name.startswith("tile"):
-            for removed, instead in places.items():
-                found += source.count(removed)
-                source = source.replace(removed, instead)
-        (directory / path.name).write_text(source)
-    assert found == len(places)
-
-
 @pytest.mark.parametrize("mutation", SPECIAL_MUTATIONS)
 def test_what_only_special_shapes_and_grids_show_does_not_pass(mutation: str, tmp_path: Path) -> None:
     places, shape, config, num_sms = SPECIAL_MUTATIONS[mutation]
-    write_mutated(tmp_path, places)
+    write_changed(tmp_path, "tile", places.items())
     inputs = make_inputs(*shape, format="mxfp4", seed=18)
     expected = run_tile(inputs, config, num_sms=num_sms)
     for seed in range(1, 16):
@@ -450,7 +437,7 @@ def test_threads_that_poll_let_others_go_on() -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) -> None:
     """The real kernel with one barrier or wait taken out: some order of threads shows it."""
-    write_mutated(tmp_path, dict([MUTATIONS[mutation]]))
+    write_changed(tmp_path, "tile", [MUTATIONS[mutation]])
     inputs = make_inputs(13, 512, *SHAPE[1:], format="mxfp4", seed=18)  # two records a unit, several lanes of x
     packed, kept = guard(pack_experts(inputs.experts)), guard(inputs)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import emulated_gpu, guarded, unusable_reason
+from emulator import emulated_gpu, guarded, unusable_reason, write_changed
 from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
 
 from warpring import (
@@ -236,19 +236,6 @@ MUTATIONS: dict[str, tuple[Change, ...]] = {
 }
 
 
-def write_changed(directory: Path, changes: tuple[Change, ...]) -> None:
-    """The kernels' sources with these changes, each of something that is there once."""
-    found = dict.fromkeys(changes, 0)
-    for path in (*KERNEL_DIR.glob("grouped_*.cu"), *KERNEL_DIR.glob("*.cuh")):
-        source = path.read_text()
-        if path.name.startswith("grouped_gemm"):
-            for removed, instead in changes:
-                found[removed, instead] += source.count(removed)
-                source = source.replace(removed, instead)
-        (directory / path.name).write_text(source)
-    assert set(found.values()) == {1}
-
-
 @EMULATED
 @pytest.mark.parametrize("format", ["bf16", "mxfp4"])
 def test_loads_may_be_late(format: str, tmp_path: Path) -> None:
@@ -256,7 +243,7 @@ def test_loads_may_be_late(format: str, tmp_path: Path) -> None:
 
     Several blocks an expert, as there: weights then come fast, and a stage that is given back is soon written over.
     """
-    write_changed(tmp_path, LATE_LOADS)
+    write_changed(tmp_path, "grouped_gemm", LATE_LOADS)
     inputs = make_inputs(70, 288, 160, 3, 2, format=format, seed=19)
     expected = run(inputs)
     check_against_exact(expected, inputs)
@@ -269,7 +256,7 @@ def test_loads_may_be_late(format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) -> None:
     """The real kernels with one barrier or wait taken out: some order of threads shows it."""
-    write_changed(tmp_path, MUTATIONS[mutation])
+    write_changed(tmp_path, "grouped_gemm", MUTATIONS[mutation])
     # A warp that lags holds the others up at the next task's third chunk, if it has one.
     hidden = 64 if mutation == "act written over what is not copied" else 352
     inputs = make_inputs(21, hidden, *SHAPE[1:], format="mxfp4", seed=18)
