@@ -188,7 +188,7 @@ inline void mbarrier_arrive(uint32_t smem_barrier, Site site = here()) { mbarrie
 inline void mbarrier_arrive_if(uint32_t smem_barrier, bool arrives, Site site = here()) {
     if (arrives) mbarrier_arrive_at(smem_barrier, 1, 0, site);
 }
-inline void mbarrier_arrive_behind(uint32_t smem_barrier, bool arrives, float, Site site = here()) {
+inline void mbarrier_arrive_behind(uint32_t smem_barrier, bool arrives, uint32_t, Site site = here()) {
     if (arrives) mbarrier_arrive_at(smem_barrier, 1, 0, site);
 }
 inline void mbarrier_arrive_expect_tx(uint32_t smem_barrier, uint32_t bytes, Site site = here()) {

@@ -129,8 +129,8 @@ struct Ring {
     static __device__ __forceinline__ void release(uint32_t barrier, bool arrives) {
         mbarrier_arrive_if(barrier + kToEmpty, arrives);
     }
-    // The same where what was loaded last may not have come yet.
-    static __device__ __forceinline__ void release_behind(uint32_t barrier, bool arrives, float loaded) {
+    // The same where `loaded`, which words of all recent loads make up, may not have come yet.
+    static __device__ __forceinline__ void release_behind(uint32_t barrier, bool arrives, uint32_t loaded) {
         mbarrier_arrive_behind(barrier + kToEmpty, arrives, loaded);
     }
     __device__ __forceinline__ void advance() {

@@ -148,9 +148,13 @@ struct Products {
         constexpr bool kEnd = g % kGroupsOfStage == kGroupsOfStage - 1;
         if constexpr (kEnd || kMayBeLast) {
             __syncwarp();
-            // The codes have come: products took them. The scales of the tokens were asked for last.
-            const bool arrives = me.lane == 0 && (kEnd || last);
-            StageRing::release_behind(group.stage.barrier, arrives, x[kTokenGroups - 1][N / 4 - 1]);
+            // The codes have come: products took them. The tokens' scales may not have, in whatever order they do.
+            uint32_t loaded = 0;
+#pragma unroll
+            for (int p = 0; p < ceil_div(parts * kPartColumns, kTokenColumns); ++p)
+#pragma unroll
+                for (int j = 0; j < N / 8; ++j) loaded |= __float_as_uint(x[p][2 * j]);
+            StageRing::release_behind(group.stage.barrier, me.lane == 0 && (kEnd || last), loaded);
         }
     }
 

@@ -131,13 +131,13 @@ __device__ __forceinline__ void mbarrier_arrive_if(uint32_t smem_barrier, bool a
         : "memory");
 }
 
-// The same behind a load: `loaded` is what it gave. An arrival does not wait for loads that are under way, and a copy into
+// The same behind loads: `loaded` is made of what they gave. An arrival does not wait for loads that are under way, and a copy into
 // what they read is of another proxy; the count, which is 1 whatever the value, cannot be known before that has come.
-__device__ __forceinline__ void mbarrier_arrive_behind(uint32_t smem_barrier, bool arrives, float loaded) {
+__device__ __forceinline__ void mbarrier_arrive_behind(uint32_t smem_barrier, bool arrives, uint32_t loaded) {
     asm volatile(
         "{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, %1, 0; min.u32 n, %2, 1; max.u32 n, n, 1; "
         "@p mbarrier.arrive.shared::cta.b64 _, [%0], n; }" ::"r"(smem_barrier),
-        "r"(int(arrives)), "r"(__float_as_uint(loaded))
+        "r"(int(arrives)), "r"(loaded)
         : "memory");
 }
 
