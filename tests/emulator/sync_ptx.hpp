@@ -88,7 +88,6 @@ inline void warpgroup_wait(Site site = here()) {
 }
 
 inline uint32_t multiplier_shift(uint32_t v, int bits) { return v >> bits; }
-inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
 
 // Registers are the compiler's here.
 template <class T, int count>

@@ -157,8 +157,8 @@ class KernelEngine:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._follow_last_call(current)
-            self._chained = chained and not self._captures_child(current)
-            if self._chained:
+            self._chained = chained
+            if chained:
                 self._chain_roles(call, weights, current)
             elif not self._captures_child(current):
                 self._fork_roles(call, weights, current)

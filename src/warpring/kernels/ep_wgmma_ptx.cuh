@@ -96,14 +96,6 @@ __device__ __forceinline__ void registers_fewer() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// Four bytes of the eight {low, high}: byte i is the one that nibble i of the selector names; its upper 16 bits are
-// ignored, and bit 3 of a nibble must be 0. Assembly, since the compiler would mask the selector a second time.
-__device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
-    uint32_t v;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(selector));
-    return v;
-}
-
 // v >> bits (1 to 31) by the multiplier: where logic is what a loop waits for, shifts are better off there.
 __device__ __forceinline__ uint32_t multiplier_shift(uint32_t v, int bits) {
     uint32_t shifted;
