@@ -103,7 +103,7 @@ def ablation(num_ranks: int) -> Iterator[Work]:
     groups = {
         "comm_sms": (
             *splits,
-            Variant(partition="programmatic"),
+            Variant(partition="green"),
             Variant(partition="streams"),
             Variant(impl="shared"),
         ),

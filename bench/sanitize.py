@@ -62,6 +62,8 @@ EP_TOKENS = 12
 EP_TIMEOUT = 60.0
 #: In what order the roles may run; see above.
 EP_MODES: tuple[Literal["sequence", "streams"], ...] = ("sequence", "streams")
+#: Lines of a log: of the sanitizer's own, and of the end.
+OWN_LINES, LAST_LINES = 60, 20
 #: What the kernels of each part that use shared memory have in their names: racecheck looks at no others.
 PARTS = {"decode": ("moe_", "expand_"), "expert_parallel": ("ep_",)}
 
@@ -164,6 +166,12 @@ def bounded(command: Sequence[str], variables: dict[str, str], seconds: float | 
         return said.read(), code
 
 
+def told(lines: Sequence[str]) -> list[str]:
+    """What a log keeps: the sanitizer's own first lines, which name a fault, and the last ones, whoever wrote them."""
+    own = [line for line in lines[:-LAST_LINES] if line.startswith("=========")]
+    return [*own[:OWN_LINES], *lines[-LAST_LINES:]]
+
+
 def sanitize(sanitizer: str, part: str, args: argparse.Namespace) -> tuple[str, int]:
     """A log of all tools over a part, and the worst exit code."""
     if part == "decode":
@@ -183,7 +191,7 @@ def sanitize(sanitizer: str, part: str, args: argparse.Namespace) -> tuple[str, 
         lines += [
             f"$ {' '.join(['compute-sanitizer', *command[1:], f'python bench/sanitize.py {part}', *which, '--inside'])}"
         ]
-        lines += [*said.splitlines()[-20:], f"exit code {code}"]
+        lines += [*told(said.splitlines()), f"exit code {code}"]
     return "\n".join(lines) + "\n", worst
 
 

@@ -133,7 +133,7 @@ def test_one_knob_on_two_formats(script: ModuleType) -> None:
     found = plan(script, f"ablation --knobs comm_sms --baselines  --layers {layers}")
     assert [f"{item.shape.name}:{item.format}" for item in found] == layers.split(",")
     for item in found:
-        others = Variant(partition="programmatic"), Variant(partition="streams")
+        others = Variant(partition="green"), Variant(partition="streams")
         assert item.variants == (*(Variant(comm_sms=sms) for sms in COMM_SMS), *others)
 
 

@@ -237,7 +237,7 @@ def soak_on(rank: int, replays: int, options: dict[str, Any], group: Any | None 
 
 OPTIONS: list[dict[str, Any]] = [
     *({}, {"num_shared": 1}, {"activation": "bf16"}),
-    *({"partition": "programmatic"}, {"partition": "programmatic", "num_shared": 1}),
+    *({"partition": "green"}, {"partition": "green", "num_shared": 1}),
 ]
 
 

@@ -240,8 +240,8 @@ def chained(ranks: HostRanks, rank: int, call: Call, *, few: bool) -> list[Launc
     made = host.Call(call.x, call.topk_idx, call.topk_weights, call.count, len(call.x), call.shared_weights)
     ours = ranks.roles[rank]
     launches = (
-        ours.shared(made),
-        ours.dispatch(made),
+        ours.shared(made, programmatic=True),
+        ours.dispatch(made, programmatic=True),
         ours.experts(ranks.packed[rank].arguments(), programmatic=True),
         ours.combine(made, call.out, early=few, programmatic=few),
     )
@@ -348,6 +348,8 @@ def test_a_chain_ends_no_call_before_the_last_cta_of_role1(
         (NOTHING, [SLOW_START, Change("ep_combine", "    pdl_wait();\n    state.block_base", "    state.block_base")]),
         (NOTHING, [SLOW_CLAIM, Change("ep_experts", "            pdl_wait();\n")]),
         (MUCH, [Change("ep_experts", "3 * kLanes) publish_tasks", "3 * kLanes) pdl_wait(), publish_tasks")]),
+        (NOTHING, [Change("ep_dispatch", "    if constexpr (kNumShared == 0) pdl_wait();\n")]),
+        (MUCH, [Change("ep_shared", "    pdl_wait();")]),
         (MUCH, [Change("ep_dispatch", "pdl_launch_dependents();")]),
         (MUCH, [Change("ep_shared", "pdl_launch_dependents();")]),
     ],
@@ -356,6 +358,8 @@ def test_a_chain_ends_no_call_before_the_last_cta_of_role1(
         "role3 moves the state on, a CTA reads it later",
         "role2 ends before role1",
         "role2 waits before it publishes",
+        "role1 reads before the last call has ended",
+        "role4 reads before the last call has ended",
         "role1 lets role2 start at its end",
         "role4 lets role1 start at its end",
     ],

@@ -26,10 +26,12 @@ class Recorder:
     def __init__(self, *, shared: bool, capture: int | None = None) -> None:
         self.log: list[str] = []
         self.capture = capture
+        self.caller = "caller"
         self.has_shared = shared
 
     def stream(self, name: str) -> Any:
-        return SimpleNamespace(name=name, wait_event=lambda event: self.log.append(f"{name} waits {event.name}"))
+        waits = lambda event: self.log.append(f"{name} waits {event.name}")  # noqa: E731
+        return SimpleNamespace(name=name, cuda_stream=hash(name), wait_event=waits)
 
     def event(self, name: str) -> Any:
         return SimpleNamespace(name=name, record=lambda stream: self.log.append(f"{name} on {stream.name}"))
@@ -37,11 +39,11 @@ class Recorder:
     def launch(self, name: str) -> Any:
         return SimpleNamespace(name=name, on=lambda stream: self.log.append(f"{name} on {stream.name}"))
 
-    def shared(self, call: object) -> Any:
-        return self.launch("role4") if self.has_shared else None
+    def shared(self, call: object, *, programmatic: bool = False) -> Any:
+        return self.launch("programmatic role4" if programmatic else "role4") if self.has_shared else None
 
-    def dispatch(self, call: object) -> Any:
-        return self.launch("role1")
+    def dispatch(self, call: object, *, programmatic: bool = False) -> Any:
+        return self.launch("programmatic role1" if programmatic else "role1")
 
     def experts(self, weights: object, *, programmatic: bool = False) -> Any:
         return self.launch("programmatic role2" if programmatic else "role2")
@@ -69,8 +71,7 @@ def recorded(
     made._partition = Partition("green", Split(16, 116), streams, _green=green)
     made._fork, made._join_comm = recorder.event("fork"), recorder.event("comm end")
     made._join_compute, made._end = recorder.event("compute end"), recorder.event("end")
-    made._end_capture = -1
-    current = recorder.stream("caller")
+    made._end_capture, made._end_stream = -1, 0
 
     class Guard:
         def __init__(self, device: torch.device) -> None: ...
@@ -80,7 +81,7 @@ def recorded(
         def __exit__(self, *error: object) -> None: ...
 
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: recorder.stream(recorder.caller))
     monkeypatch.setattr(engine, "capture_id", lambda stream: recorder.capture)
     monkeypatch.setattr(engine, "primary_context", lambda device: 33)
     monkeypatch.setattr(engine, "add_child_graph", lambda nodes, stream: recorder.log.append(("child", nodes, stream)))
@@ -128,18 +129,20 @@ def test_a_whole_call_is_a_chain_of_launches_on_the_callers_stream(
     monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     recorder = Recorder(shared=shared)
-    made = recorded(monkeypatch, recorder, partition="programmatic")
-    before = ["role4 on caller"] if shared else []
+    made = recorded(monkeypatch, recorder, partition="auto")
+    before = ["programmatic role4 on caller"] if shared else []
     for call, last in ((CALL, "role3"), (FEW, "programmatic early role3")):
         recorder.log.clear()
         made.send(call, WEIGHTS, whole=True)
         made.receive(call, WEIGHTS, OUT)
         launches = [line for line in recorder.log if "role" in line]
-        assert launches == [*before, "role1 on caller", "programmatic role2 on caller", f"{last} on caller"]
+        own = ("programmatic role1 on caller", "programmatic role2 on caller", f"{last} on caller")
+        assert launches == [*before, *own]
+        assert "waits" not in "".join(recorder.log)
         assert not any("comm" in line or "compute" in line or "fork" in line for line in recorder.log)
 
 
-@pytest.mark.parametrize("partition", ["auto", "green", "programmatic", "streams"])
+@pytest.mark.parametrize("partition", ["auto", "green", "streams"])
 def test_a_call_in_two_halves_forks_whatever_the_last_one_did(
     monkeypatch: pytest.MonkeyPatch, partition: PartitionMode
 ) -> None:
@@ -147,7 +150,7 @@ def test_a_call_in_two_halves_forks_whatever_the_last_one_did(
     made = recorded(monkeypatch, recorder, partition=partition)
     made.send(CALL, WEIGHTS, whole=True)
     made.receive(CALL, WEIGHTS, OUT)
-    assert ("programmatic role2 on caller" in recorder.log) == (partition == "programmatic")
+    assert ("programmatic role2 on caller" in recorder.log) == (partition == "auto")
     recorder.log.clear()
     made.send(CALL, WEIGHTS, whole=False)
     made.receive(CALL, WEIGHTS, OUT)
@@ -174,7 +177,7 @@ def test_building_a_layer_launches_every_kernel_where_it_will_run(
 
 def test_building_a_layer_that_chains_launches_every_kernel_in_both_places(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(shared=False)
-    made = recorded(monkeypatch, recorder, partition="programmatic")
+    made = recorded(monkeypatch, recorder, partition="auto")
     made._device = torch.device("cpu")
     made._error, made._timeout = torch.zeros(40, dtype=torch.uint8), 1.0
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -182,7 +185,7 @@ def test_building_a_layer_that_chains_launches_every_kernel_in_both_places(monke
     launches = {line for line in recorder.log if "role" in line}
     assert launches == {
         *("role1 on comm", "role2 on compute", "role3 on caller", "early role3 on comm"),
-        *("role1 on caller", "programmatic role2 on caller", "programmatic early role3 on caller"),
+        *("programmatic role1 on caller", "programmatic role2 on caller", "programmatic early role3 on caller"),
     }
 
 
@@ -214,11 +217,12 @@ def test_a_call_follows_the_last_one_where_events_can_say_so(
     made.send(CALL, WEIGHTS, whole=False)
     assert "caller waits end" not in recorder.log
     made.receive(CALL, WEIGHTS, OUT)
-    recorder.log.clear()
-    recorder.capture = second
-    made.send(CALL, WEIGHTS, whole=False)
-    assert ("caller waits end" in recorder.log) == waits
-    assert not waits or recorder.log[0] == "caller waits end"
+    for caller in ("caller", "other"):
+        recorder.log.clear()
+        recorder.capture, recorder.caller = second, caller
+        made._follow_last_call(torch.cuda.current_stream())
+        # On its own stream a call follows the last one without an event.
+        assert recorder.log == (["other waits end"] if waits and caller == "other" else [])
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -21,7 +21,7 @@ FORMS: list[dict[str, Any]] = [{}, {"num_shared": 1, "format": "fp8_block"}, {"a
 #: Other ways to run the same layer: options of the layer, fields of the problem.
 WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
-    ({"partition": "programmatic"}, {}),
+    ({"partition": "green"}, {}),
     ({"partition": "streams"}, {}),
     ({"partition": "sequence"}, {}),
     ({"comm_sms": 8}, {}),

@@ -144,7 +144,7 @@ def fail(rank: int, how: str, partition: str) -> tuple[Any, Any, bool]:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("partition", ["auto", "programmatic"])
+@pytest.mark.parametrize("partition", ["auto", "green"])
 @pytest.mark.parametrize("how", ["dies", "is killed while it replays", "comes late", "never calls"])
 def test_a_peer_that_is_gone_is_named_within_the_bound_and_the_layer_can_be_rebuilt(how: str, partition: str) -> None:
     first, second = run_ranks(fail, 2, how, partition)

@@ -13,7 +13,7 @@ from gpu_layers import PROBLEM, Buffers, captured, device_of, drawn, experts_of,
 
 from warpring import ArgumentError
 from warpring.bench.ep_cases import FORMATS, Verifier, cases
-from warpring.errors import PeerTimeoutError, PoisonedError, WorkspaceBusyError
+from warpring.errors import PeerTimeoutError, PoisonedError, UnsupportedError, WorkspaceBusyError
 from warpring.expert_parallel.engine import EARLY_TOKENS
 from warpring.expert_parallel.experts_kernel import ctas_per_sm
 from warpring.expert_parallel.layer import ExpertParallelDecode
@@ -79,7 +79,7 @@ def test_a_child_graph_replays_too(num_shared: int) -> None:
 
 @pytest.mark.parametrize("num_shared", [0, 1])
 @pytest.mark.parametrize("rows", [EARLY_TOKENS, EARLY_TOKENS + 1])
-def test_the_captured_graph_read_back(rows: int, num_shared: int) -> None:
+def test_the_captured_fork_read_back(rows: int, num_shared: int) -> None:
     """Of few rows role3 follows role1 alone in the graph: role2's `done` is what its CTAs wait for."""
     from cuda.bindings import driver
 
@@ -87,9 +87,11 @@ def test_the_captured_graph_read_back(rows: int, num_shared: int) -> None:
     early = rows <= EARLY_TOKENS
     experts, shared = experts_of(problem)
     buffers = Buffers(problem)
-    with ExpertParallelDecode(problem, None, experts, shared=shared, timeout=5.0) as layer:
-        if not green(layer):
-            pytest.skip("needs Green Contexts; this GPU or driver has none")
+    try:
+        opened = ExpertParallelDecode(problem, None, experts, shared=shared, partition="green", timeout=5.0)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    with opened as layer:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
             layer(*buffers.args(), out=buffers.out)
@@ -112,6 +114,39 @@ def test_the_captured_graph_read_back(rows: int, num_shared: int) -> None:
         assert len(into_last) == (1 if early else 2)
         roots = {int(node) for node in kernels} - {int(target) for target in targets[:edges]}
         assert int(kernels[grids.index(role2)]) in roots
+
+
+@pytest.mark.parametrize("num_shared", [0, 1])
+@pytest.mark.parametrize("rows", [EARLY_TOKENS, EARLY_TOKENS + 1])
+def test_the_captured_chain_read_back(rows: int, num_shared: int) -> None:
+    """Two calls are one line of kernels in one context. Every edge is programmatic, but for many rows role3's own."""
+    from cuda.bindings import driver
+
+    problem = replace(PROBLEM, num_shared=num_shared, max_tokens_per_rank=rows)
+    experts, shared = experts_of(problem)
+    buffers = Buffers(problem)
+    with ExpertParallelDecode(problem, None, experts, shared=shared, timeout=5.0) as layer:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            for _ in range(2):
+                layer(*buffers.args(), out=buffers.out)
+        handle = driver.CUgraph(graph.raw_cuda_graph())
+        _, _, count = driver.cuGraphGetNodes(handle, 0)
+        _, nodes, _ = driver.cuGraphGetNodes(handle, count)
+        kernels = [node for node in nodes if int(driver.cuGraphNodeGetType(node)[1]) == 0]
+        roles = 3 + num_shared
+        assert len(kernels) == 2 * roles
+        assert len({int(driver.cuGraphKernelNodeGetParams(node)[1].ctx) for node in kernels}) == 1
+        _, sources, targets, kinds, edges = driver.cuGraphGetEdges(handle, 64)
+        after = {int(s): (int(t), int(k.type)) for s, t, k in zip(sources, targets, kinds[:edges], strict=False)}
+        assert len(after) == edges == 2 * roles - 1
+        (node,) = {int(kernel) for kernel in kernels} - {target for target, _ in after.values()}
+        types: list[int] = []
+        while node in after:
+            node, type = after[node]
+            types.append(type)
+        one = [1] * (roles - 2) + [int(rows <= EARLY_TOKENS)]
+        assert types == [*one, 1, *one]
 
 
 # What goes wrong

@@ -224,9 +224,7 @@ def test_a_sequence_has_all_sms_for_every_role_and_no_streams(monkeypatch: pytes
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(
-        ArgumentError, match="mode must be one of auto, green, programmatic, streams, sequence; got 'both'"
-    ):
+    with pytest.raises(ArgumentError, match="mode must be one of auto, green, streams, sequence; got 'both'"):
         open_partition(0, mode="both")  # pyright: ignore[reportArgumentType]
 
 

@@ -121,6 +121,9 @@ def test_launches_carry_addresses_strides_and_counts(monkeypatch: pytest.MonkeyP
     assert values_of(combine)[1:] == [*x, *ids, *tail]
     assert (dispatch.grid, dispatch.block, dispatch.programmatic) == (16, DISPATCH_THREADS, True)
     assert (shared.grid, shared.block, shared.programmatic) == (16, SHARED_THREADS, False)
+    chained = made.shared(call, programmatic=True)
+    assert chained
+    assert chained.programmatic
     assert (combine.grid, combine.block) == (132, COMBINE_THREADS)
     early = made.combine(call, call.x, early=True)
     assert (early.grid, early.block) == (4 * 16, COMBINE_THREADS)
@@ -136,6 +139,7 @@ def test_without_shared_experts_nothing_stands_before_role1(monkeypatch: pytest.
     call = call_of(PLAIN)
     assert made.shared(call) is None
     assert not made.dispatch(call).programmatic
+    assert made.dispatch(call, programmatic=True).programmatic
 
 
 def test_no_tokens_and_nothing_optional_are_null(monkeypatch: pytest.MonkeyPatch) -> None:

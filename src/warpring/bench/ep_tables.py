@@ -165,7 +165,7 @@ def ablation_rows() -> Iterator[Row]:
     yield "-", "as shipped", lambda key: key
     for sms in COMM_SMS:
         yield "communication SMs", str(sms), lambda key, sms=sms: replace(key, knob="comm_sms", value=sms)
-    yield "partition", "programmatic launches", lambda key: replace(key, knob="partition", value="programmatic")
+    yield "partition", "Green Contexts", lambda key: replace(key, knob="partition", value="green")
     yield "partition", "two plain streams", lambda key: replace(key, knob="partition", value="streams")
     yield "overlap", "off: role after role, all SMs", shared_of
     for count in RING_BLOCKS:

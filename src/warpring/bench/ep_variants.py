@@ -43,7 +43,7 @@ class Variant:
     comm_sms: int | None = None
     num_slots: int | None = None
     block_m: int | None = None
-    partition: Literal["auto", "green", "programmatic", "streams"] = "auto"
+    partition: Literal["auto", "green", "streams"] = "auto"
     activation: Literal["fp8", "bf16"] = "fp8"
     shared: Literal["none", "fused", "separate"] = "none"
 

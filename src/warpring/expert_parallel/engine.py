@@ -8,8 +8,12 @@ A call in two halves forks and joins:
 
 The fork and the join are events, so inside a capture they become edges: role1 and role2 are nodes without an edge
 between them, each in its own Green Context. With few tokens role3 follows role1 in the communication partition and
-waits for role2's `done` itself: a launch behind role2 would cost 3 us. With `partition="programmatic"` a call in one is
-a chain on the caller's stream, in which each role starts when all CTAs of the one before run.
+waits for role2's `done` itself: a launch behind role2 would cost 3 us.
+
+A call in one is a chain on the caller's stream, by programmatic launches: role1 (or role4) is loaded while the kernel
+before it ends, and each further role starts when all CTAs of the one before run. So role1 has the SMs that it would own
+before role2 takes the others, and no edge leads from one context into another, which would cost 5 to 10 us. The Green
+Contexts take such calls too with `partition="green"` or in a child graph.
 """
 
 from __future__ import annotations
@@ -113,8 +117,9 @@ class KernelEngine:
         self._fork, self._join_comm, self._join_compute, self._end = (torch.cuda.Event() for _ in range(4))
         #: Whether the call that was started is a chain.
         self._chained = False
-        #: In which capture `_end` was recorded: None outside of one, -1 before the first call.
+        #: In which capture `_end` was recorded (None outside of one, -1 before the first call), and on which stream.
         self._end_capture: int | None = -1
+        self._end_stream = 0
         torch.cuda.synchronize(self._device)
         self.ranks.barrier()
         self._warm_up(problem)
@@ -138,7 +143,7 @@ class KernelEngine:
     @property
     def _chains(self) -> bool:
         """Whether a call without anything between its halves may be a chain of launches on one stream."""
-        return self._options.partition == "programmatic" and not self._options.child_graph
+        return self._options.partition == "auto" and not self._options.child_graph
 
     @property
     def sm_counts(self) -> Split | None:
@@ -164,13 +169,10 @@ class KernelEngine:
                 self._fork_roles(call, weights, current)
 
     def _chain_roles(self, call: Call, weights: EpWeights, current: torch.cuda.Stream) -> None:
-        """role4, role1 and role2 on the caller's stream, each launched as soon as all CTAs of the one before run.
-
-        So role1 has its SMs before role2 takes the others, and no edge leads from one context into another.
-        """
-        if (shared := self._roles.shared(call)) is not None:
+        """role4, role1 and role2 on the caller's stream, each launched as soon as all CTAs of the one before run."""
+        if (shared := self._roles.shared(call, programmatic=True)) is not None:
             shared.on(current)
-        self._roles.dispatch(call).on(current)
+        self._roles.dispatch(call, programmatic=True).on(current)
         self._roles.experts(weights, programmatic=True).on(current)
 
     def _fork_roles(self, call: Call, weights: EpWeights, current: torch.cuda.Stream) -> None:
@@ -205,7 +207,7 @@ class KernelEngine:
                 current.wait_event(self._join_compute)
                 self._roles.combine(call, out).on(current)
             self._end.record(current)
-            self._end_capture = capture_id(current)
+            self._end_capture, self._end_stream = capture_id(current), current.cuda_stream
 
     def _combine_early(
         self, call: Call, out: torch.Tensor, current: torch.cuda.Stream, comm: torch.cuda.Stream
@@ -221,8 +223,9 @@ class KernelEngine:
 
     def _follow_last_call(self, current: torch.cuda.Stream) -> None:
         """Make a call wait for the one before on whatever stream that was, where events can say so: both outside of a
-        capture, or in the same one. Across captures the kernels themselves refuse an overlap (Code.OVERLAP)."""
-        if self._end_capture == capture_id(current):
+        capture, or in the same one. Across captures the kernels themselves refuse an overlap (Code.OVERLAP). A stream
+        keeps its own order, and an event between its kernels would keep the next one from being loaded early."""
+        if self._end_stream != current.cuda_stream and self._end_capture == capture_id(current):
             current.wait_event(self._end)
 
     def _captures_child(self, current: torch.cuda.Stream) -> bool:

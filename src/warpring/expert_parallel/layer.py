@@ -73,7 +73,7 @@ class ExpertParallelDecode:
             timeout: seconds that a rank waits for another, here and in every call.
             partition: how a GPU is shared between communication and compute, see `open_partition`.
             child_graph: in a capture, add the call as one explicit child graph, instead of capturing its launches; such
-                calls are never a chain (`partition="programmatic"`).
+                calls are never a chain.
 
         Raises:
             ArgumentError: experts, packed or not, that do not fit the problem.

@@ -18,7 +18,7 @@ from warpring.errors import ArgumentError, UnsupportedError
 from warpring.formats import ceil_div
 from warpring.runtime.green import GreenStream, SmLimits, has_workqueues, sm_limits, split_device
 
-PartitionMode = Literal["auto", "green", "programmatic", "streams", "sequence"]
+PartitionMode = Literal["auto", "green", "streams", "sequence"]
 MODES: tuple[str, ...] = get_args(PartitionMode)
 
 MIN_COMPUTE_SMS = 32
@@ -147,10 +147,10 @@ def open_partition(device_index: int, comm_sms: int | None = None, mode: Partiti
     Args:
         device_index: of the CUDA device.
         comm_sms: see `plan_split`.
-        mode: "green": two Green Contexts; "auto": these, or where there are none plain streams with a warning;
-            "programmatic": the same for calls in two halves, while a call in one is a chain of launches on the caller's
-            stream, each as soon as the one before runs; "streams": two plain streams with capped grids, which share the
-            SMs; "sequence": role after role, each on all SMs, as a library without partitions does it.
+        mode: "green": two Green Contexts; "auto": these for calls in two halves (or where there are none plain streams,
+            with a warning), while a call in one is a chain of launches on the caller's stream, each as soon as the one
+            before runs; "streams": two plain streams with capped grids, which share the SMs; "sequence": role after
+            role, each on all SMs, as a library without partitions does it.
 
     Raises:
         ArgumentError: an unknown mode; comm_sms, see `plan_split`.

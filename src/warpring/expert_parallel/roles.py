@@ -95,24 +95,25 @@ class Roles:
         self._combine_ctas = combine_ctas
         self._kernels: dict[KernelSpec, Any] = {spec: load(spec, device_index) for spec in specs.all()}
 
-    def shared(self, call: Call) -> Launch | None:
-        """role4: the rank's own tokens for the shared experts; None where there are none."""
+    def shared(self, call: Call, *, programmatic: bool = False) -> Launch | None:
+        """role4: the rank's own tokens for the shared experts; None where there are none. `programmatic`: loaded while
+        the kernel before it in the stream still runs."""
         if self._specs.shared is None:
             return None
         weights = call.shared_weights
         stride = 0 if weights is None else weights.stride(0)
         rest = (_address(pointer(weights)), _i64(stride))
         arguments = KernelArguments(self.params, *_rows(call.x), *_count(call), *rest)
-        return self._launch(self._specs.shared, self.params.comm_ctas, SHARED_THREADS, arguments)
+        return self._launch(self._specs.shared, self.params.comm_ctas, SHARED_THREADS, arguments, programmatic)
 
-    def dispatch(self, call: Call) -> Launch:
-        """role1. Behind role4 it starts as soon as that runs: they are made to share the communication SMs."""
+    def dispatch(self, call: Call, *, programmatic: bool = False) -> Launch:
+        """role1. Behind role4 it starts as soon as that runs: they are made to share the communication SMs.
+        `programmatic`: loaded while the kernel before it in the stream still runs, also where that is not role4."""
         rows = (*_rows(call.x), *_rows(call.topk_idx), *_rows(call.topk_weights))
         arguments = KernelArguments(self.params, *rows, *_count(call))
-        behind = self._specs.shared is not None
-        return self._launch(
-            self._specs.dispatch[call.topk_idx.dtype], self.params.comm_ctas, DISPATCH_THREADS, arguments, behind
-        )
+        spec = self._specs.dispatch[call.topk_idx.dtype]
+        behind = programmatic or self._specs.shared is not None
+        return self._launch(spec, self.params.comm_ctas, DISPATCH_THREADS, arguments, behind)
 
     def experts(self, weights: EpWeights, *, programmatic: bool = False) -> Launch:
         """role2, with a layer's weights; `programmatic`: as soon as all CTAs of role1 run, behind which it stands."""

@@ -84,6 +84,7 @@ __device__ __forceinline__ void advance(const EpParams& params, uint64_t generat
 extern "C" __global__ void __launch_bounds__(kThreads)
     ep_combine(const __grid_constant__ EpParams params, uint16_t* gmem_out, int64_t out_stride,
                const Index* gmem_topk_idx, int64_t idx_stride, const int32_t* gmem_num_tokens, int32_t num_rows) {
+    pdl_launch_dependents();  // whoever follows in a chain: it waits for the end of this kernel before it reads anything
     const uint64_t generation = params.gmem_state->generation + 1;
     const EpSync sync = ep_sync(params, generation);
     const TokenCount count(params, gmem_num_tokens, num_rows);

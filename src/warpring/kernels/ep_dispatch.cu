@@ -411,6 +411,8 @@ extern "C" __global__ void __launch_bounds__(kThreadsOf96Registers, 1)
     ep_dispatch(const __grid_constant__ EpParams params, const uint16_t* gmem_x, int64_t x_stride,
                 const Index* gmem_topk_idx, int64_t idx_stride, const float* gmem_topk_weights, int64_t weights_stride,
                 const int32_t* gmem_num_tokens, int32_t num_rows) {
+    // In a chain: the kernel before, which may have written what this call reads. Behind role4 that one has waited for it.
+    if constexpr (kNumShared == 0) pdl_wait();
     pdl_launch_dependents();  // role2 where it shares the stream: it may start when every CTA of this kernel runs
     __shared__ Smem smem;
     const EpSync sync = ep_sync(params, params.gmem_state->generation + 1);

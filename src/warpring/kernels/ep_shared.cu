@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     ep_shared(const __grid_constant__ EpParams params, const uint16_t* gmem_x, int64_t x_stride,
               const int32_t* gmem_num_tokens, int32_t num_rows, const float* gmem_shared_weights,
               int64_t shared_stride) {
+    pdl_wait();  // in a chain: the kernel before, which may have written what this call reads
     pdl_launch_dependents();  // role1 needs nothing of this kernel
     __shared__ uint32_t smem_pair_id[kBlockM];
     __shared__ float smem_weight[kBlockM];
