@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import emulated_gpu, guarded, unusable_reason, write_changed
+from emulator import Launch, emulated_gpu, guarded, load, unusable_reason, write_changed
+from emulator import run as run_launches
 from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
 
 from warpring import (
@@ -23,11 +24,12 @@ from warpring import (
     moe_exact,
     pack_experts,
 )
-from warpring.formats import FORMATS
+from warpring.formats import FORMATS, ceil_div
 from warpring.kernels import grouped_gemm
 from warpring.kernels.grouped_gemm import ARCH, NARROW, WIDE, Config, all_specs, config_for, gemm_spec, moe_grouped_gemm
 from warpring.kernels.tile import CTA_SMEM_BYTES
 from warpring.runtime.jit import KERNEL_DIR, KernelSpec, compile_kernel
+from warpring.runtime.launch import int32
 
 EMULATED = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
 GPU = pytest.mark.gpu
@@ -187,6 +189,71 @@ def test_the_most_experts() -> None:
     check_against_exact(run(inputs), inputs)
 
 
+@EMULATED
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "num_experts", "num_shared", "per_cta"),
+    [(1, 1, 1, 0, 1024), (700, 3, 40, 0, 1024), (700, 3, 5, 2, 2048), (1024, 2, 1024, 0, 1024), (171, 5, 6, 1, 1024)],
+)
+def test_pairs_are_rows_in_their_order(
+    num_tokens: int, topk: int, num_experts: int, num_shared: int, per_cta: int
+) -> None:
+    """Rows of an expert follow each other as its pairs do, whatever the order of threads and CTAs; the rest follows."""
+    idx = torch.randint(-1, num_experts + 1, (num_tokens, topk))
+    shared = torch.arange(num_shared).expand(num_tokens, -1) + num_experts
+    expert = torch.cat((idx.masked_fill(idx == num_experts, -1), shared), 1).flatten()
+    pairs, block = len(expert), 16
+    spec = grouped_gemm.specs_for("bf16", 64, 32, "silu", torch.int64, Config(block)).route
+    smem = grouped_gemm._route_smem_bytes(num_experts + num_shared)
+    count = expert[expert >= 0].bincount(minlength=num_experts + num_shared)
+    blocks = (count + block - 1) // block
+    first, first_block = count.cumsum(0) - count, blocks.cumsum(0) - blocks
+    expected = torch.full((pairs, 4), -1, dtype=torch.int32)
+    expected[:, 1:] = 0
+    order = expert.argsort(stable=True)
+    order = order[expert[order] >= 0]
+    of = expert[order]
+    row = torch.arange(len(order))
+    begin = (row - first[of]) // block * block
+    expected[order, :3] = torch.stack((row, first[of] + begin, (count[of] - begin).clamp(max=block)), 1).int()
+    for seed in range(3):
+        plan = guarded(torch.full((1 + int(blocks.sum()), 4), -1, dtype=torch.int32))
+        places = guarded(torch.full((pairs, 4), -2, dtype=torch.int32))
+        sizes = map(int32, (num_tokens, topk, num_experts, num_shared, per_cta))
+        args = (guarded(idx), topk, *sizes, plan, places)
+        run_launches([Launch(load(spec), (ceil_div(pairs, per_cta), 1, 1), 1024, args, smem)], seed=seed)
+        assert torch.equal(places, expected)
+        assert plan[0, 0] == blocks.sum()
+        entries = torch.stack((torch.arange(len(count)), first, count, first_block), 1).int()
+        assert torch.equal(plan[1:], entries.repeat_interleave(blocks, 0))
+
+
+def test_pairs_are_divided_among_ctas() -> None:
+    """Whole rounds of a CTA's threads, no CTA without a pair, never more than the most CTAs."""
+    most, threads = grouped_gemm._MOST_ROUTE_CTAS, grouped_gemm._ROUTE_THREADS
+    for pairs in (1, threads, threads + 1, most * threads, most * threads + 1, 9 * most * threads - 5):
+        per_cta = grouped_gemm._pairs_per_route_cta(pairs)
+        ctas = ceil_div(pairs, per_cta)
+        assert per_cta % threads == 0
+        assert ctas <= most
+        assert (ctas - 1) * per_cta < pairs
+    assert grouped_gemm._pairs_per_route_cta(most * threads) == threads
+
+
+@EMULATED
+def test_output_of_any_alignment() -> None:
+    """Rows that start at 8 bytes are stored in as many, others column by column."""
+    inputs = make_inputs(5, *SHAPE, bias=True, seed=22)
+    expected = run(inputs)
+    for offset, stride in ((0, 164), (1, 164), (4, 162), (2, 163)):
+        out = torch.full((5 * stride + offset,), torch.nan, dtype=torch.bfloat16)
+        view = out[offset:].as_strided((5, SHAPE[0]), (stride, 1))
+        packed = pack_experts(inputs.experts)
+        with emulated_gpu(grouped_gemm):
+            moe_grouped_gemm(inputs.x, packed, inputs.topk_idx, inputs.topk_weights, view)
+        assert torch.equal(view, expected)
+        assert int(out.isnan().sum()) == out.numel() - 5 * SHAPE[0]
+
+
 #: What is taken out of the sources (it is there once), and what takes its place.
 Change = tuple[str, str]
 #: Loads of weights as late as a GPU may perform them: when their values are wanted, not when they are issued.
@@ -232,6 +299,12 @@ MUTATIONS: dict[str, tuple[Change, ...]] = {
     ),
     "sums read before products are done": (("warpgroup_wait<0>();", ""),),
     "tokens given back while they are multiplied": (("warpgroup_wait<1>();", ""),),
+    "rows given out before all lanes have read the next": (
+        ("__syncwarp();  // all have read the next rows", "// all have read the next rows"),
+    ),
+    "rows of the tokens read before they are given out": (
+        ("    pdl_wait();\n    pdl_launch_dependents();\n    const int chunk", "    const int chunk"),
+    ),
     "the kernel that makes the tokens not waited for": (("    pdl_wait();\n    fence_proxy", "    fence_proxy"),),
 }
 
@@ -256,7 +329,7 @@ def test_loads_may_be_late(format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) -> None:
     """The real kernels with one barrier or wait taken out: some order of threads shows it."""
-    write_changed(tmp_path, "grouped_gemm", MUTATIONS[mutation])
+    write_changed(tmp_path, "grouped_", MUTATIONS[mutation])
     # A warp that lags holds the others up at the next task's third chunk, if it has one.
     hidden = 64 if mutation == "act written over what is not copied" else 352
     inputs = make_inputs(21, hidden, *SHAPE[1:], format="mxfp4", seed=18)

@@ -26,15 +26,17 @@ import torch
 from warpring.experts import MAX_EXPERTS
 from warpring.formats import ceil_div
 from warpring.kernels.tile import CTA_SMEM_BYTES
-from warpring.layout import RECORD_BYTES, RECORD_COLS, PackedExperts, PackedMatrix
+from warpring.layout import RECORD_BYTES, PackedExperts, PackedMatrix
 from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import float32, int32, launch, load, pointer
 
 #: The only architecture with these kernels: `wgmma`.
 ARCH = "sm_90a"
-_ROUTE_THREADS, _GATHER_THREADS, _GEMM_THREADS, _COMBINE_THREADS = 1024, 64, 384, 128
-_CHUNK_COLUMNS, _CHUNK_ROW_BYTES = 64, 128
+_ROUTE_THREADS, _GATHER_THREADS, _GEMM_THREADS, _COMBINE_THREADS = 1024, 128, 384, 128
+#: The most CTAs that give pairs their rows. Each counts all pairs, so more of them save ever less.
+_MOST_ROUTE_CTAS = 32
+_CHUNK_COLUMNS, _CHUNK_ROW_BYTES, _UNIT_COLUMNS = 64, 128, 8
 _TASK_PANELS = 8
 #: Bytes of a stage of weights, about: fewer make copies short, more leave few stages.
 _STAGE_BYTES = 16 * 1024
@@ -122,6 +124,16 @@ def gemm_spec(format: str, cols: int, rows: int, num_halves: int, gate_fn: str, 
     return KernelSpec("grouped_gemm.cu", "grouped_gemm", macros + gelu, smem)
 
 
+def _route_smem_bytes(num_experts: int) -> int:
+    """A count for each warp, and two of all others."""
+    return 4 * num_experts * (_ROUTE_THREADS // 32 + 2)
+
+
+def _pairs_per_route_cta(num_pairs: int) -> int:
+    """A multiple of the CTA's threads: as few as the most CTAs leave."""
+    return ceil_div(num_pairs, _MOST_ROUTE_CTAS * _ROUTE_THREADS) * _ROUTE_THREADS
+
+
 class Specs(NamedTuple):
     """The kernels of a layer, in the order of their launches."""
 
@@ -140,7 +152,7 @@ def specs_for(
     index = "int64_t" if index_dtype == torch.int64 else "int32_t"
     tokens = config.block_tokens
     return Specs(
-        _spec("grouped_route", 3 * 4 * MAX_EXPERTS, index=index, tokens=tokens),
+        _spec("grouped_route", _route_smem_bytes(MAX_EXPERTS), index=index, tokens=tokens),
         _spec("grouped_gather", hidden=hidden, tokens=tokens),
         gemm_spec(format, hidden, intermediate, 2, gate_fn, config),
         gemm_spec(format, intermediate, hidden, 1, gate_fn, config),
@@ -233,19 +245,24 @@ def moe_grouped_gemm(
             base = buffer.data_ptr()
             plan, places = base + at.plan, base + at.places
 
-            def run(spec: KernelSpec, grid: tuple[int, int, int], block: int, *args: object) -> None:
-                launch(load(spec, device_index), grid, block, args, stream, spec.dynamic_smem_bytes)
+            def run(
+                spec: KernelSpec, grid: tuple[int, int, int], block: int, *args: object, smem_bytes: int | None = None
+            ) -> None:
+                smem = spec.dynamic_smem_bytes if smem_bytes is None else smem_bytes
+                launch(load(spec, device_index), grid, block, args, stream, smem)
 
-            sizes = (int32(num_tokens), int32(topk), int32(packed.num_experts), int32(packed.num_shared))
+            per_cta = _pairs_per_route_cta(num_tokens * num_slots)
+            sizes = map(int32, (num_tokens, topk, packed.num_experts, packed.num_shared, per_cta))
             run(
                 specs.route,
-                (1, 1, 1),
+                (ceil_div(num_tokens * num_slots, per_cta), 1, 1),
                 _ROUTE_THREADS,
                 *(topk_idx.data_ptr(), topk_idx.stride(0), *sizes, plan, places),
+                smem_bytes=_route_smem_bytes(num_experts),
             )
             run(
                 specs.gather,
-                (num_tokens, ceil_div(packed.hidden // RECORD_COLS, _GATHER_THREADS), 1),
+                (num_tokens, ceil_div(packed.hidden // _UNIT_COLUMNS, _GATHER_THREADS), 1),
                 _GATHER_THREADS,
                 *(x.data_ptr(), x.stride(0), int32(num_slots), places, base + at.image),
             )
