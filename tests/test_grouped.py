@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpring import GELU_TANH, SILU, Activation, Experts, clipped_swiglu, gpt_oss_swiglu, grouped, moe_exact
 from warpring.formats import FORMATS
 from warpring.grouped import moe_grouped
-from warpring.kernels.grouped_gemm import NARROW, WIDE, Config
 from warpring.layout import PackedExperts, pack_experts
 from warpring.reference import moe_reference
 
@@ -131,37 +130,31 @@ def test_passes_of_a_large_batch_cover_every_token(num_tokens: int, monkeypatch:
     assert rms_rel_error(run(inputs), moe_exact(*inputs.args())) < BF16_RMS
 
 
-def has_gemms(device: torch.device) -> bool:
-    """As on Hopper."""
-    return device.type == "cpu"
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_weights_take_our_own_gemms_in_every_batch(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In passes of the most tokens, each with its rows of every argument."""
+    passes: list[int] = []
 
+    def record(
+        x: torch.Tensor, packed: PackedExperts, idx: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, gate: Any
+    ) -> None:
+        assert (len(idx), len(weights), len(out), len(gate)) == (len(x),) * 4
+        assert packed.format == format
+        assert weights.dtype == torch.float32
+        out.copy_(x * gate[:, None])
+        passes.append(len(x))
 
-@pytest.mark.parametrize(
-    ("format", "num_tokens", "expected"),
-    [("bf16", 1, None), ("bf16", 128, None), ("bf16", 129, WIDE), ("bf16", 256, WIDE), ("mxfp8", 257, None)],
-)
-def test_batches_of_our_own_gemms(
-    format: str, num_tokens: int, expected: Config | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of BF16 weights only those in which an expert's pairs are one block."""
-    calls: list[Config | None] = []
-
-    def record(x: torch.Tensor, packed: PackedExperts, *args: Any) -> None:
-        assert (len(x), packed.format) == (num_tokens, format)
-        calls.append(args[-1])
-
-    monkeypatch.setattr(grouped, "_has_gemms", has_gemms)
+    monkeypatch.setattr(grouped, "_has_gemms", lambda device: device.type == "cpu")  # as on Hopper
     monkeypatch.setattr(grouped, "moe_grouped_gemm", record)
-    inputs = make_inputs(num_tokens, 64, 32, 4, 2, format=format, seed=8)
-    run(inputs, pack_experts(inputs.experts))
-    assert calls == [expected]
-    assert num_tokens <= (expected or NARROW).block_tokens or format != "bf16"
-
-
-def test_large_batches_of_packed_bf16_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "_has_gemms", has_gemms)
-    inputs = make_inputs(257, 64, 32, 4, 2, format="bf16", seed=8)
-    assert rms_rel_error(run(inputs, pack_experts(inputs.experts)), moe_exact(*inputs.args())) < BF16_RMS
+    monkeypatch.setattr(grouped, "MAX_TOKENS", 200)
+    packed = pack_experts(make_inputs(1, 64, 32, 4, 2, format=format, seed=8).experts)
+    for num_tokens, expected in ((1, [1]), (200, [200]), (401, [200, 200, 1])):
+        inputs = make_inputs(num_tokens, 64, 32, 4, 2, format=format, seed=8)
+        gate, out = torch.rand(num_tokens).bfloat16(), torch.full_like(inputs.x, torch.nan)
+        moe_grouped(inputs.x, packed, inputs.topk_idx, inputs.topk_weights, out, gate)
+        assert passes == expected
+        assert torch.equal(out, inputs.x * gate[:, None])
+        passes.clear()
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:

@@ -43,6 +43,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.setattr(policy, "tuned_dir", lambda: tmp_path / "tuned")
     monkeypatch.setattr(policy, "_gpu_name", lambda device: GPU_NAME)
     monkeypatch.setattr(policy, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(policy, "has_grouped_gemms", lambda device: False)
     policy.forget()
 
     def put(library: list[Crossover] | None = None, tuned: list[Crossover] | None = None) -> None:
@@ -139,6 +140,28 @@ def test_rule_of_thumb_serves_one_token_by_the_decode_path(path: str, format: st
     found = limit("a device that nobody measured", path, format, 4096, 1536, num_experts, topk)
     assert found.max_tokens >= 1
     assert found.source == "rule of thumb"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("topk", "one_launch"), [(8, 64), (10, 51), (1, 512)])
+def test_tile_rule_counts_launches_that_the_grouped_path_is_worth(
+    known: Callable[..., None], monkeypatch: pytest.MonkeyPatch, format: str, topk: int, one_launch: int
+) -> None:
+    """One launch where the grouped path reads packed weights once, as they are; more where it expands them first."""
+    known()
+    layer = Layer(torch.device("cuda", 0), format=format)
+    for own_gemms, launches in ((True, 1), (False, 2 if format == "bf16" else 3)):
+        policy.forget()
+        monkeypatch.setattr(policy, "has_grouped_gemms", lambda device, own=own_gemms: own)
+        most = launches * one_launch
+        assert choose_path(layer, most, topk, packed=True) == "tile"
+        assert choose_path(layer, most + 1, topk, packed=True) == "grouped"
+
+
+def test_where_packed_weights_are_multiplied_as_they_are_says_nothing_of_rows() -> None:
+    for path in ("warp", "cores"):
+        of_rows = (limit("unknown", path, "mxfp8", *SIZES, own_gemms=own) for own in (True, False))
+        assert len(set(of_rows)) == 1
 
 
 def test_files_hold_what_was_written_sorted_and_one_a_line(tmp_path: Path) -> None:

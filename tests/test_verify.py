@@ -24,6 +24,7 @@ from warpring.verify import (
     Result,
     accuracy,
     compare,
+    promises_bounds,
     report,
     synthetic_inputs,
     worst,
@@ -95,7 +96,8 @@ def test_no_error_is_relative_to_nothing(exact: torch.Tensor) -> None:
 
 
 def make_result(found: Accuracy, path: str = "warp", hidden: int = 2048) -> Result:
-    return Result("synthetic", "m", hidden, "mxfp8", path, 1, found, found, 1.0, 1.0)
+    bounded = promises_bounds(path, torch.device("cpu"))
+    return Result("synthetic", "m", hidden, "mxfp8", path, 1, found, found, 1.0, 1.0, bounded)
 
 
 def test_bounds_are_the_published_ones_and_hold_on_one_side_only() -> None:
@@ -110,6 +112,20 @@ def test_bounds_are_the_published_ones_and_hold_on_one_side_only() -> None:
         assert not make_result(miss).bounds_met
         assert not make_result(miss, path="reference").bounds_met
         assert make_result(miss, path="classical").bounds_met
+
+
+def test_grouped_path_promises_bounds_where_its_own_gemms_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    monkeypatch.setattr("warpring.verify.has_grouped_gemms", lambda device: device == hopper)
+    assert promises_bounds("grouped_packed", hopper)
+    assert not promises_bounds("grouped_packed", other)
+    assert not promises_bounds("grouped", hopper), "in rows the weights go through torch's GEMMs there too"
+    inputs = synthetic_inputs(3, **SMALL)
+    (found,) = report(inputs, paths=("grouped_packed",), formats=("bf16",), batches=(3,))
+    assert not found.bounded
+    monkeypatch.setattr("warpring.verify.has_grouped_gemms", lambda device: device == torch.device("cpu"))
+    (found,) = report(inputs, paths=("grouped_packed",), formats=("bf16",), batches=(3,))
+    assert found.bounded
 
 
 def test_each_bound_applies_within_its_scope_only() -> None:

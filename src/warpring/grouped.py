@@ -1,7 +1,7 @@
 """The grouped path, for batches beyond decode and prefill: each expert is read once, for all pairs that want it.
 
 Packed weights have GEMMs of their own on Hopper (`warpring.kernels.grouped_gemm`), which decode the tile layout and
-keep sums in FP32; BF16 weights up to `BF16_TOKENS`. All others go through torch's:
+keep sums in FP32. All others go through torch's:
 
     1 route      sort the (token, slot) pairs by expert; group ends stay on the device
     2 gather     the token of each pair, BF16, in that order
@@ -41,18 +41,14 @@ from warpring.gemm import gemm_by_expert, gemm_by_library, row_chunks
 from warpring.kernels import grouped_gemm
 from warpring.kernels.expand import expand_slice, specs_of
 from warpring.kernels.grouped_activate import activate, kernel_spec
-from warpring.kernels.grouped_gemm import NARROW, WIDE, moe_grouped_gemm
+from warpring.kernels.grouped_gemm import moe_grouped_gemm
 from warpring.layout import PackedExperts, PackedMatrix, unpack
-from warpring.runtime.device import arch_of, index_of
+from warpring.runtime.device import arch_of, has_grouped_gemms, index_of
 from warpring.runtime.jit import compiler_version
 from warpring.runtime.launch import load
 
 #: Tokens of one pass; larger batches are split, which bounds the gathered rows and their products.
 MAX_TOKENS = 8192
-#: Tokens up to which packed BF16 weights go through our own GEMMs, in blocks that take all of an expert's pairs (unless
-#: a token names it twice). On the only GPU so far, BF16 was wrong where experts had several blocks, whose weights come
-#: from L2, and nowhere else. What let it happen is mended (docs/kernels.md), but not run there since.
-BF16_TOKENS = WIDE.block_tokens
 #: BF16 bytes of expanded weights that exist at a time away from a CPU (one slice of 128 rows a half at the least).
 WORKSPACE_BYTES = 512 << 20
 #: A slice of output rows starts at a multiple of this: blocks of scales and panels of the tile layout are never cut.
@@ -79,14 +75,14 @@ def moe_grouped(
             None for 1.
 
     Returns:
-        out. Equal bits from run to run. With our own GEMMs a token's do not depend on its batch, BF16 weights aside,
-        which leave them above `BF16_TOKENS`; else they may, since a library chooses its kernels by size.
+        out. Equal bits from run to run. With our own GEMMs a token's do not depend on its batch; else they may, since a
+        library chooses its kernels by size.
 
     Asynchronous on the current stream. Temporaries of our own GEMMs: see `moe_grouped_gemm`. Of the others, with R =
     min(num_tokens, MAX_TOKENS) * (topk + num_shared): R * (hidden + 2 * intermediate) BF16, then R * (intermediate +
     hidden) BF16; FP32 pieces of the activation; the expanded weights.
     """
-    if isinstance(experts, PackedExperts) and _takes_gemms(experts, x.shape[0], x.device):
+    if isinstance(experts, PackedExperts) and _has_gemms(x.device):
         _passes_of_own_gemms(x, experts, topk_idx, topk_weights.float(), out, shared_weights)
         return out
     if isinstance(experts, PackedExperts) and experts.num_shared:
@@ -106,11 +102,10 @@ def _passes_of_own_gemms(
     out: torch.Tensor,
     shared_weights: torch.Tensor | None,
 ) -> None:
-    config = WIDE if packed.format == "bf16" and x.shape[0] > NARROW.block_tokens else None
     for first in range(0, x.shape[0], MAX_TOKENS):
         rows = slice(first, first + MAX_TOKENS)
         gate = None if shared_weights is None else shared_weights[rows]
-        moe_grouped_gemm(x[rows], packed, topk_idx[rows], topk_weights[rows], out[rows], gate, config)
+        moe_grouped_gemm(x[rows], packed, topk_idx[rows], topk_weights[rows], out[rows], gate)
 
 
 def _with_shared(
@@ -127,10 +122,9 @@ def _with_shared(
 
 def precompile(experts: Experts | PackedExperts, index_dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the kernels that the path needs of these experts on a GPU, so that a call can be captured."""
-    own = isinstance(experts, PackedExperts) and _has_gemms(device)
-    if isinstance(experts, PackedExperts) and own:
+    if isinstance(experts, PackedExperts) and _has_gemms(device):
         grouped_gemm.precompile(experts, index_dtype, device)
-    if _has_kernels(device) and not (own and experts.format != "bf16"):
+    elif _has_kernels(device):
         for spec in (*specs_of(experts), kernel_spec(index_dtype, experts.activation.gate_fn)):
             load(spec, index_of(device))
 
@@ -297,12 +291,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _has_gemms(device: torch.device) -> bool:
     """Whether our own GEMMs run there, on packed weights."""
-    return _has_kernels(device) and arch_of(index_of(device)) == grouped_gemm.ARCH
-
-
-def _takes_gemms(packed: PackedExperts, num_tokens: int, device: torch.device) -> bool:
-    """Whether these weights go through our own GEMMs in such a batch."""
-    return _has_gemms(device) and (packed.format != "bf16" or num_tokens <= BF16_TOKENS)
+    return _has_kernels(device) and has_grouped_gemms(device)
 
 
 def _weights(experts: Experts | PackedExperts, name: str) -> _Weights:

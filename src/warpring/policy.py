@@ -1,8 +1,8 @@
 """Which path serves which batch: crossovers that were measured, stored as data, looked up once a layer shape.
 
 A decode path (warp, tile, cores) reads weights as they are stored and is bound by bytes; the grouped path pays for a
-sort, and for expanding quantised weights, and is paid back by many tokens. A crossover is the largest batch that a
-decode path serves at least as fast. For a layer it is, in this order,
+sort, and for expanding quantised weights (packed ones on Hopper it reads as they are), and is paid back by many tokens.
+A crossover is the largest batch that a decode path serves at least as fast. For a layer it is, in this order,
 
 1. one that `warpring tune` measured on this device for this shape and format, in `tuned_dir()`;
 2. one of `warpring/data/crossovers`, written from `bench/results` by `python -m warpring.bench.crossovers`;
@@ -29,7 +29,7 @@ import torch
 
 from warpring.errors import ArgumentError
 from warpring.formats import get_format
-from warpring.runtime.device import runs_kernels
+from warpring.runtime.device import has_grouped_gemms, runs_kernels
 from warpring.runtime.jit import cache_dir
 
 #: Written into every file; a file of another schema is not read.
@@ -40,11 +40,14 @@ DATA_DIR = Path(__file__).parent / "data" / "crossovers"
 #: and for quantised ones, which the grouped path must expand first. Warp: on an H200, Qwen3-30B-A3B, it led up to 64
 #: tokens of top-8 on 128 experts. Cores: on two cores with AVX-512 up to 8 to 40 pairs in BF16, 60 to 150 quantised.
 _PAIRS_PER_EXPERT = {"warp": (4.0, 4.0), "cores": (8.0, 64.0)}
-#: Pairs of one launch of the tile path, which reads all weights; and how many launches cost what expanding packed
-#: weights and multiplying them does by bytes moved: 2 + 2 + 2 a BF16 weight against 2 at 80 % of the peak, 1 + 2 + 2 an
-#: 8-bit one against 1 at 60 %.
+#: Pairs of one launch of the tile path, which reads all weights that they want; and how many launches cost what the
+#: grouped path does. Where that expands packed weights, by bytes moved: 2 + 2 + 2 a BF16 weight against 2 at 80 % of
+#: the peak, 1 + 2 + 2 an 8-bit one against 1 at 60 %. Where it multiplies them as they are, it reads them once in any
+#: batch, and a second launch reads them again: on an H200, Qwen3-30B-A3B, one full launch takes 0.93 (BF16), 0.82
+#: (MXFP8) and 0.67 (MXFP4) of its time, two take 1.8, 1.5 and 1.3 times as long as it.
 _TILE_PAIRS = 512
 _TILE_LAUNCHES = (2, 3)
+_TILE_LAUNCHES_BEFORE_GEMMS = 1
 
 
 class Layer(Protocol):
@@ -147,7 +150,8 @@ def _max_tokens(device: torch.device, threads: int, path: str, format: str, *siz
     if device.type == "cuda" and not runs_kernels(device):
         return 0
     hidden, intermediate, num_experts, topk = sizes
-    return limit(device_name(device), path, format, hidden, intermediate, num_experts, topk).max_tokens
+    own_gemms = has_grouped_gemms(device)
+    return limit(device_name(device), path, format, hidden, intermediate, num_experts, topk, own_gemms).max_tokens
 
 
 def forget() -> None:
@@ -157,9 +161,23 @@ def forget() -> None:
 
 
 @lru_cache(maxsize=4096)
-def limit(device: str, path: str, format: str, hidden: int, intermediate: int, num_experts: int, topk: int) -> Limit:
-    """The largest batch for `path` on the device of that name; see the module for where it comes from."""
-    thumb = _rule_of_thumb(path, format, num_experts, topk)
+def limit(
+    device: str,
+    path: str,
+    format: str,
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    topk: int,
+    own_gemms: bool = False,
+) -> Limit:
+    """The largest batch for `path` on the device of that name; see the module for where it comes from.
+
+    Args:
+        own_gemms: whether the grouped path multiplies packed weights as they are there (`has_grouped_gemms`), which the
+            rule of thumb goes by.
+    """
+    thumb = _rule_of_thumb(path, format, num_experts, topk, own_gemms)
     known = crossovers(device)
     wanted = (path, format, hidden, intermediate, num_experts, topk)
     if wanted in known:
@@ -186,10 +204,11 @@ def limit(device: str, path: str, format: str, hidden: int, intermediate: int, n
     return Limit(max(tokens, thumb) if nearest.open_end else tokens, f"nearest measured shape, {shape}")
 
 
-def _rule_of_thumb(path: str, format: str, num_experts: int, topk: int) -> int:
+def _rule_of_thumb(path: str, format: str, num_experts: int, topk: int, own_gemms: bool) -> int:
     quantised = format != "bf16"
     if path == "tile":
-        return _TILE_LAUNCHES[quantised] * (_TILE_PAIRS // topk)
+        launches = _TILE_LAUNCHES_BEFORE_GEMMS if own_gemms else _TILE_LAUNCHES[quantised]
+        return launches * (_TILE_PAIRS // topk)
     return max(1, round(_PAIRS_PER_EXPERT[path][quantised] * num_experts / topk))
 
 

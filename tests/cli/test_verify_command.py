@@ -80,7 +80,7 @@ def test_exit_code_says_whether_promised_bounds_hold(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, change: dict[str, float], code: int
 ) -> None:
     found = Accuracy(**{"cosine_min": 1.0, "max_abs_diff": 0.0, "rms_rel_error": 0.0, "output_max": 0.1} | change)
-    result = Result("synthetic", "m", 64, "bf16", path, 1, found, found, 1.0, 1.0)
+    result = Result("synthetic", "m", 64, "bf16", path, 1, found, found, 1.0, 1.0, path == "reference")
     monkeypatch.setattr("warpring.verify.report", lambda *_, **__: iter([result]))
     words = [*SYNTHETIC, "--batches", "1", "--jsonl", str(tmp_path / "out.jsonl")]
     assert verify(*words) == (code if path == "reference" else 0)

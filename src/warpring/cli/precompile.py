@@ -201,9 +201,10 @@ def specs_of(shape: LayerShape, format: str, index_dtype: torch.dtype, arch: str
     sizes, gate_fn = (shape.hidden, shape.intermediate, shape.num_experts), shape.activation.gate_fn
     rows = [] if format == "bf16" else [expand.rows_spec(format, cols) for cols in sizes[:2]]
     own = arch == grouped_gemm.ARCH
-    packed = [*grouped_gemm.all_specs(format, *sizes[:2], gate_fn, index_dtype)] if own else []
-    if not own or format == "bf16":  # large batches of BF16 are expanded everywhere
-        packed += [expand.panels_spec(format, cols, halves) for cols, halves in ((sizes[0], 2), (sizes[1], 1))]
+    if own:
+        packed = [*grouped_gemm.all_specs(format, *sizes[:2], gate_fn, index_dtype)]
+    else:
+        packed = [expand.panels_spec(format, cols, halves) for cols, halves in ((sizes[0], 2), (sizes[1], 1))]
     return [
         *warp.kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all(),
         *tile.all_specs(tile.Sizes(format, *sizes, shape.topk), index_dtype, gate_fn),

@@ -33,9 +33,9 @@ _LEGEND = """\
 factor  RMS error of the classical path / of this one, least over the batches
 cos     cosine > 0.999996 for every token; promised from hidden 2048 on
 2^-9    |diff| at most 0.001953; n/a where outputs reach 1/2: BF16 is too coarse
-Warp, tile, cores and reference promise both, and in any layer an RMS relative
-error of at most 2^-8, one unit of BF16's rounding. Grouped and classical
-promise none."""
+Warp, tile, cores, reference, and on Hopper grouped_packed, promise both, and in
+any layer an RMS relative error of at most 2^-8, one unit of BF16's rounding.
+Grouped and classical promise none."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -43,8 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "verify",
         help="accuracy of every path against FP64",
-        description="Compare paths with FP64 from the stored weights, in every format and batch. Exit code 1 if warp, "
-        "tile, cores or reference misses a bound that it promises; the legend below the tables states them.",
+        description="Compare paths with FP64 from the stored weights, in every format and batch. Exit code 1 if a "
+        "path misses a bound that it promises; the legend below the tables states which do.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

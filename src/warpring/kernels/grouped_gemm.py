@@ -27,12 +27,12 @@ from warpring.experts import MAX_EXPERTS
 from warpring.formats import ceil_div
 from warpring.kernels.tile import CTA_SMEM_BYTES
 from warpring.layout import RECORD_BYTES, PackedExperts, PackedMatrix
-from warpring.runtime.device import index_of
+from warpring.runtime.device import HOPPER, index_of
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import float32, int32, launch, load, pointer
 
-#: The only architecture with these kernels: `wgmma`.
-ARCH = "sm_90a"
+#: The only architecture with these kernels.
+ARCH = HOPPER
 _ROUTE_THREADS, _GATHER_THREADS, _GEMM_THREADS, _COMBINE_THREADS = 1024, 128, 384, 128
 #: The most CTAs that give pairs their rows. Each counts all pairs, so more of them save ever less.
 _MOST_ROUTE_CTAS = 32

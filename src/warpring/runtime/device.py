@@ -12,6 +12,9 @@ from warpring.errors import UnsupportedError
 TESTED_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 
+#: The architecture with `wgmma`, on which packed weights have grouped GEMMs of our own.
+HOPPER = "sm_90a"
+
 #: Least compute capability of our kernels, which use programmatic dependent launch.
 LEAST_CAPABILITY = (9, 0)
 
@@ -36,6 +39,12 @@ def arch_of(device_index: int) -> str:
             f"({torch.cuda.get_device_name(device_index)}). Use path='auto', 'grouped' or 'reference'."
         )
     return f"sm_{major}{minor}a"
+
+
+@cache
+def has_grouped_gemms(device: torch.device) -> bool:
+    """Whether the grouped path multiplies packed weights as they are there (`warpring.kernels.grouped_gemm`)."""
+    return device.type == "cuda" and runs_kernels(device) and arch_of(index_of(device)) == HOPPER
 
 
 def index_of(device: torch.device) -> int:
