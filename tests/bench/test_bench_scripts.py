@@ -109,6 +109,11 @@ def test_grouped_script_measures_decode_paths_up_to_a_batch_and_grouped_ones_at_
     points = [(r["num_tokens"], r.get("path", r["impl"])) for r in load(output)]
     packed = "warpring_grouped_packed"
     assert points == [(2, "cores"), (2, "grouped"), (2, packed), (513, "grouped"), (513, packed)]
+    assert all(r["note"].startswith("4 layers a replay, 4 weight sets") for r in load(output))
     assert "transformers_grouped_mm is left out: takes bf16, not mxfp4" in capsys.readouterr().out
+    few = tmp_path / "few.jsonl"
+    assert run(monkeypatch, "grouped.py", *argv[:-1], str(few), "--paths", "grouped", "--layers", "2") == 0
+    assert [r.get("path", r["impl"]) for r in load(few)] == ["grouped", packed] * 2
+    assert all(r["note"].startswith("2 layers a replay") for r in load(few))
     assert run(monkeypatch, "grouped.py", *argv, "--time-budget", "0") == 1
     assert "h64xi32xe6xk2 mxfp4 B=513" in capsys.readouterr().err
