@@ -242,3 +242,14 @@ def test_warp_meets_the_published_bounds_in_every_format_and_batch() -> None:
     inputs = synthetic_inputs(64, hidden=2048, intermediate=768, num_experts=16, topk=8).to("cuda")
     missed = [result for result in report(inputs, paths=("warp",)) if not result.bounds_met]
     assert not missed
+
+
+@pytest.mark.gpu
+def test_grouped_path_on_packed_weights_meets_the_published_bounds_on_hopper() -> None:
+    """In blocks of either size: 400 tokens give experts 200 rows each."""
+    if not promises_bounds("grouped_packed", torch.device("cuda")):
+        pytest.skip("no grouped GEMMs of our own")
+    inputs = synthetic_inputs(400, hidden=2048, intermediate=768, num_experts=16, topk=8).to("cuda")
+    results = list(report(inputs, paths=("grouped_packed",), batches=(1, 64, 400)))
+    assert len(results) == 3 * len(FORMATS)
+    assert [result for result in results if not result.bounds_met] == []
