@@ -108,6 +108,12 @@ def test_wrong_value_or_unknown_field_is_refused_by_name(field: str, value: obje
         record("decode", device="cpu", **(DECODE | {field: value}))
 
 
+def test_grouped_path_on_packed_weights_is_a_path_of_accuracy_alone() -> None:
+    assert record("accuracy", device="cpu", **(ACCURACY | {"path": "grouped_packed"}))["path"] == "grouped_packed"
+    with pytest.raises(ArgumentError, match="path must be one of"):
+        record("decode", device="cpu", **(DECODE | {"path": "grouped_packed"}))
+
+
 def test_unknown_bench_is_refused() -> None:
     with pytest.raises(ArgumentError, match="bench must be one of"):
         record("speed", device="cpu")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from warpring.bench.records import load
+from warpring.bench.records import ACCURACY_PATHS, load
 from warpring.cli import Parser
 from warpring.cli import verify as command
 from warpring.errors import ArgumentError, CheckpointError
-from warpring.verify import Accuracy, Result
+from warpring.verify import PACKED_PATHS, Accuracy, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-qwen3-moe"
@@ -69,6 +69,13 @@ def test_records_hold_what_was_measured(tmp_path: Path) -> None:
     factor = classical["rms_rel_error"] / ours["rms_rel_error"]
     assert ours["error_factor_vs_classical"] == pytest.approx(factor)
     assert "before quantising" in ours["note"]
+
+
+def test_every_path_on_packed_weights_has_records(tmp_path: Path) -> None:
+    file = tmp_path / "accuracy.jsonl"
+    verify(*SYNTHETIC, "--batches", "2", "--format", "mxfp8", "--path", "grouped_packed", "--jsonl", str(file))
+    assert [rec["path"] for rec in load(file)] == ["grouped_packed"]
+    assert set(PACKED_PATHS) <= set(ACCURACY_PATHS)
 
 
 @pytest.mark.parametrize(
