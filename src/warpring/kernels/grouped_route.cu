@@ -101,10 +101,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     int count = 0;
     if (e < num_experts) {
         count = smem_before[e];
+        int of_warps[kWarps];  // loads that do not wait for each other's stores
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) of_warps[w] = smem_warps[w * num_experts + e];
+#pragma unroll
         for (int w = 0; w < kWarps; ++w) {
-            const int of_warp = smem_warps[w * num_experts + e];
             smem_warps[w * num_experts + e] = count;
-            count += of_warp;
+            count += of_warps[w];
         }
         count += smem_behind[e];
     }
