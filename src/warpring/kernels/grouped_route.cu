@@ -101,13 +101,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     int count = 0;
     if (e < num_experts) {
         count = smem_before[e];
-        int of_warps[kWarps];  // loads that do not wait for each other's stores
+#pragma unroll 1
+        for (int first = 0; first < kWarps; first += kAtOnce) {
+            int of_warps[kAtOnce];  // loads that do not wait for each other's stores
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) of_warps[w] = smem_warps[w * num_experts + e];
+            for (int i = 0; i < kAtOnce; ++i) of_warps[i] = smem_warps[(first + i) * num_experts + e];
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-            smem_warps[w * num_experts + e] = count;
-            count += of_warps[w];
+            for (int i = 0; i < kAtOnce; ++i) {
+                smem_warps[(first + i) * num_experts + e] = count;
+                count += of_warps[i];
+            }
         }
         count += smem_behind[e];
     }
