@@ -32,7 +32,7 @@ ROUTINGS = ("uniform", "zipf", "recorded")
 #: What was measured when it was not one of our paths; a peer's name is free text in `impl`.
 OWN_IMPL = "warpring"
 #: The grouped path on packed weights, as records call it: what it does with them costs other than row-major ones do,
-#: and on Hopper rounds otherwise. Timed beside the path on rows it is an `impl` of its own; to `warpring verify` a path.
+#: and on Hopper rounds otherwise. Timed beside the path on rows it is an `impl`; to `warpring verify` it is a path.
 PACKED_GROUPED = "warpring_grouped_packed"
 ACCURACY_PATHS = (*PATHS, "grouped_packed")
 
