@@ -87,10 +87,10 @@ def test_last_cta_moves_the_layer_on_in_every_call() -> None:
     problem = problem_of("fp8")
     ranks = Ranks(problem, combine_ctas=3)
     for generation in (1, 2, 3):
-        ranks.ranks[0].state.busy = 1  # as role1 leaves it
         finish_call(ranks, make_call(problem, 2, torch.Generator().manual_seed(1)), seed=generation)
         state = ranks.ranks[0].state
-        assert (state.generation, state.block_base, state.busy) == (generation, NUM_BLOCKS * generation, 0)
+        assert (state.generation, state.block_base) == (generation, NUM_BLOCKS * generation)
+        assert state.combine_begun == state.combine_done == generation << 16
 
 
 def test_counter_of_finished_ctas_may_wrap() -> None:
@@ -98,7 +98,8 @@ def test_counter_of_finished_ctas_may_wrap() -> None:
     ranks = Ranks(problem, combine_ctas=3)
     before = 2**40 - 1
     ranks.ranks[0].state.generation = before
-    ranks.ranks[0].state.combine_done = (before << 16) % 2**32
+    state = ranks.ranks[0].state
+    state.combine_begun = state.combine_done = (before << 16) % 2**32
     finish_call(ranks, make_call(problem, 2, torch.Generator().manual_seed(1)))
     assert ranks.ranks[0].state.generation == before + 1
 

@@ -40,7 +40,9 @@ def run_and_check(ranks: Ranks, counts: Sequence[Sequence[int]], seed: int, **kw
     check_outputs(ranks, calls)
     for rank in ranks.ranks:
         state = rank.state
-        assert (state.poison, rank.failure.code, state.busy) == (0, Code.OK, 0)
+        assert (state.poison, rank.failure.code) == (0, Code.OK)
+        assert state.claimed == state.generation % 2**32
+        assert state.combine_begun == state.combine_done == (state.generation << 16) % 2**32
 
 
 def check_outputs(ranks: Ranks, calls: Sequence[Sequence[Call]]) -> None:
@@ -272,7 +274,7 @@ def test_counters_and_sequence_numbers_may_wrap() -> None:
     for rank in ranks.ranks:
         state = rank.state
         state.generation, state.block_base = generation, use * schedule.num_slots
-        state.combine_done = (generation << 16) % 2**32
+        state.combine_begun = state.combine_done = (generation << 16) % 2**32
         rank.region("arrived", torch.int64)[:] = generation * schedule.comm_ctas
         rank.region("done", torch.int64)[:] = generation * schedule.compute_ctas
         for name, each in (
@@ -373,9 +375,22 @@ def test_count_beyond_the_rows_of_x_is_refused() -> None:
 @emulated
 def test_call_over_another_one_is_refused() -> None:
     ranks = Ranks(SMALL, timeout_ns=SOON)
-    ranks.ranks[0].state.busy = 1
+    ranks.ranks[0].state.claimed = 1
     call = make_call(ranks.problem, 4, torch.Generator().manual_seed(1))
     ranks.calls([call])
+    assert ranks.ranks[0].failure.code == Code.OVERLAP
+    assert ranks.ranks[0].state.poison == 1
+
+
+@emulated
+def test_call_over_one_that_still_adds_is_refused() -> None:
+    """role3 has moved the state on, and a CTA of it has not read its partial results yet."""
+    ranks = Ranks(SMALL, timeout_ns=SOON)
+    state = ranks.ranks[0].state
+    state.generation = state.claimed = 1
+    state.combine_begun, state.combine_done = 1 << 16, (1 << 16) - 1
+    ranks.generation = 1
+    ranks.calls([make_call(ranks.problem, 4, torch.Generator().manual_seed(1))])
     assert ranks.ranks[0].failure.code == Code.OVERLAP
     assert ranks.ranks[0].state.poison == 1
 

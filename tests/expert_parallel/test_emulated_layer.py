@@ -325,7 +325,8 @@ def run_chain(
     for error in failures(ranks):
         if error is not None:
             raise error
-    assert all((rank.state.generation, rank.state.busy) == (2, 0) for rank in ranks.ranks)
+    assert all((rank.state.generation, rank.state.claimed) == (2, 2) for rank in ranks.ranks)
+    assert all((rank.state.combine_begun, rank.state.combine_done) == (2 << 16, 2 << 16) for rank in ranks.ranks)
     for call in (call for row in calls for call in row):
         check_results(problem, weights, call)
 
@@ -344,8 +345,8 @@ def test_a_chain_ends_no_call_before_the_last_cta_of_role1(
 @pytest.mark.parametrize(
     ("load_of_call", "changes"),
     [
-        (NOTHING, [SLOW_CLAIM, Change("ep_combine", "    pdl_wait();\n    state.block_base", "    state.block_base")]),
-        (NOTHING, [SLOW_START, Change("ep_combine", "    pdl_wait();\n    state.block_base", "    state.block_base")]),
+        (NOTHING, [SLOW_CLAIM, Change("ep_combine", "    pdl_wait();\n    if (threadIdx", "    if (threadIdx")]),
+        (NOTHING, [SLOW_START, Change("ep_combine", "    pdl_wait();\n    if (threadIdx", "    if (threadIdx")]),
         (NOTHING, [SLOW_CLAIM, Change("ep_experts", "            pdl_wait();\n")]),
         (MUCH, [Change("ep_experts", "3 * kLanes) publish_tasks", "3 * kLanes) pdl_wait(), publish_tasks")]),
         (NOTHING, [Change("ep_dispatch", "    if constexpr (kNumShared == 0) pdl_wait();\n")]),

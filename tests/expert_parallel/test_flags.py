@@ -55,9 +55,10 @@ def test_every_word_that_kernels_hand_each_other_is_in_a_record() -> None:
     signals = [name.removeprefix("gmem_").removesuffix("_offset") for name, _ in EpParams._fields_[1:]]
     carriers = {"rows", "partials", "ring_info", "ring_x", "ring_x_scale", "ring_act", "ring_act_scale", "state"}
     numbers = {"meta_bytes", "row_bytes", "timeout_ns", "max_tokens", "num_slots", "max_blocks", "comm_ctas"}
-    numbers |= {"compute_ctas", "lag", "pinned_error"}
+    numbers |= {"compute_ctas", "lag", "pinned_error", "reserved"}
     handed = {*signals, *(name for name, _ in EpState._fields_)} - carriers - numbers
-    assert handed >= {"arrived", "done", "meta", "plan", "l1_full", "tickets", "busy", "poison", "combine_done"}
+    assert handed >= {"arrived", "done", "meta", "plan", "l1_full"}
+    assert handed >= {"tickets", "claimed", "poison", "combine_begun", "combine_done"}
     assert [name for name in sorted(handed) if not re.search(rf"\b{name}\b", text)] == []
 
 

@@ -45,9 +45,11 @@ class EpState(ctypes.Structure):
         ("generation", _u64),
         ("block_base", _u64),
         ("poison", _u32),
+        ("combine_begun", _u32),
         ("combine_done", _u32),
-        ("busy", _u32),
+        ("claimed", _u32),
         ("tickets", _u32),
+        ("reserved", _u32),
     )
 
 

@@ -3,7 +3,7 @@
 // Grid     any number of CTAs of 256 threads up to 2^16; a thread owns 8 columns of a token
 // Reads    num_tokens * (topk + shared) rows of partials once: BF16 (FP8 activations) or FP32; unused slots not at all
 // Bound    latency of `done`, then L2 and HBM
-// Sync     waits done of all ranks; the last CTA to finish moves generation and block_base on
+// Sync     waits done of all ranks; the last CTA to begin moves generation and block_base on
 // Limits   a poisoned layer fills its rows with NaN and moves nothing on
 #include "ep_common.cuh"
 
@@ -17,8 +17,17 @@ constexpr int kPartialBytes = kFp8 ? 2 : 4;
 constexpr int kLoads = kColumns * kPartialBytes / 16;  // of one thread and slot
 constexpr uint32_t kNanPair = 0x7fff7fffu;             // BF16
 
-__device__ __forceinline__ bool is_used(const Index* gmem_idx, int slot) {
-    return slot >= kTopk || uint64_t(int64_t(ld_routing(gmem_idx + slot))) < uint64_t(kExperts);
+// A token's slots that some rank has written: a bit each.
+template <bool wide> struct SlotBits { using Type = uint32_t; };
+template <> struct SlotBits<true> { using Type = uint64_t; };
+using Slots = SlotBits<(kSlotsPerToken > 32)>::Type;
+static_assert(kSlotsPerToken <= 64, "problem.py refuses more");
+__device__ __forceinline__ Slots used_slots(const Index* gmem_idx) {
+    Slots used = Slots(((uint64_t(1) << kNumShared) - 1) << kTopk);
+#pragma unroll
+    for (int slot = 0; slot < kTopk; ++slot)
+        used |= Slots(uint64_t(int64_t(ld_routing(gmem_idx + slot))) < uint64_t(kExperts)) << slot;
+    return used;
 }
 
 struct Partial {
@@ -41,15 +50,15 @@ __device__ __forceinline__ void add_partial(float (&sum)[kColumns], const Partia
     }
 }
 
-__device__ __forceinline__ uint4 combine_unit(const uint8_t* gmem_partials, const Index* gmem_idx) {
+__device__ __forceinline__ uint4 combine_unit(const uint8_t* gmem_partials, Slots slots) {
     float sum[kColumns] = {};
 #pragma unroll 1
-    for (int first = 0; first < kSlotsPerToken; first += kSlotsInFlight) {
+    for (int first = 0; first < kSlotsPerToken; first += kSlotsInFlight, slots >>= kSlotsInFlight) {
         Partial partial[kSlotsInFlight];
         bool used[kSlotsInFlight];
 #pragma unroll
         for (int s = 0; s < kSlotsInFlight; ++s) {
-            used[s] = first + s < kSlotsPerToken && is_used(gmem_idx, first + s);
+            used[s] = slots >> s & 1;
 #pragma unroll
             for (int l = 0; l < kLoads; ++l)
                 if (used[s])
@@ -64,21 +73,13 @@ __device__ __forceinline__ uint4 combine_unit(const uint8_t* gmem_partials, cons
                       cvt_f32_bf16x2(sum[7], sum[6]));
 }
 
-// The last CTA to come here moves the layer's state on: all others have read it, and have finished. A call's CTAs add 2^16
-// together, whatever the grid: the first of them what the others leave.
-__device__ __forceinline__ void advance(const EpParams& params, uint64_t generation) {
-    constexpr uint32_t kOfCall = 1 << 16;
-    EpState& state = *params.gmem_state;
-    const uint32_t own = blockIdx.x == 0 ? kOfCall - (gridDim.x - 1) : 1;
-    const uint32_t finished = atom_add_acq_rel_gpu_u32(&state.combine_done, own) + own;
-    if (finished != uint32_t(generation * kOfCall)) return;
-    const uint64_t block_base = state.block_base + ld_relaxed_gpu_b128(plan_packet(params, 0)).y;
-    // Launched before role2's end, this kernel may be here before CTAs of role1 that nobody waits for have read the state and
-    // claimed the workspace.
-    pdl_wait();
-    state.block_base = block_base;
-    state.generation = generation;
-    state.busy = 0;
+// A call's CTAs add 2^16 together to a counter of the state, whatever the grid: the first of them what the others leave.
+constexpr uint32_t kOfCall = 1 << 16;
+__device__ __forceinline__ uint32_t own_share() { return blockIdx.x == 0 ? kOfCall - (gridDim.x - 1) : 1; }
+
+// This CTA has read the state; true of the last one, which has to move it on.
+__device__ __forceinline__ bool is_last_to_read(EpState& state, uint64_t generation) {
+    return atom_add_acq_rel_gpu_u32(&state.combine_begun, own_share()) + own_share() == uint32_t(generation * kOfCall);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -89,24 +90,38 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const EpSync sync = ep_sync(params, generation);
     const TokenCount count(params, gmem_num_tokens, num_rows);
     uint8_t* region = own_region(params);
-    // Looked at behind the wait, so that all loads up to the first look at `done` are under way together.
-    const uint32_t poison = ld_relaxed_gpu_u32(&sync.gmem_state->poison);
+    EpState& state = *params.gmem_state;
+    const uint32_t poison = ld_relaxed_gpu_u32(&state.poison);
+    const auto slots_of = [&](int unit) { return used_slots(gmem_topk_idx + unit / kUnits * idx_stride); };
+    // While role2 runs: what slots the first unit has, and the state read by all, so that little is left behind `done`.
+    int unit = blockIdx.x * kThreads + threadIdx.x;
+    Slots used = unit < count.limit * kUnits ? slots_of(unit) : 0;
+    const bool advances = threadIdx.x == kThreads - 1 && poison == 0 && is_last_to_read(state, generation);
     bool failed = false;
     if (threadIdx.x < params.peers.num_ranks)
         failed = !wait_at_least_sys(sync, kDone, threadIdx.x, done_of(params, region, threadIdx.x),
                                     generation * params.compute_ctas);
     const bool poisoned = __syncthreads_or(failed || poison != 0);
-    const int num_written = count.is_refused() ? count.limit : count.given;
-    for (int i = blockIdx.x * kThreads + threadIdx.x; i < num_written * kUnits; i += gridDim.x * kThreads) {
-        const int64_t token = i / kUnits;
-        const int column = i % kUnits * kColumns;
+    const int num_units = (count.is_refused() ? count.limit : count.given) * kUnits;
+    const uint64_t num_blocks = advances ? ld_relaxed_gpu_b128(plan_packet(params, 0)).y : 0;
+    while (unit < num_units) {
+        const int64_t token = unit / kUnits;
+        const int column = unit % kUnits * kColumns;
         const uint8_t* gmem_partials =
             region + params.partials_offset + (token * kSlotsPerToken * kHidden + column) * kPartialBytes;
         const uint4 bits = poisoned ? make_uint4(kNanPair, kNanPair, kNanPair, kNanPair)
-                                    : combine_unit(gmem_partials, gmem_topk_idx + token * idx_stride);
+                                    : combine_unit(gmem_partials, used);
         *reinterpret_cast<uint4*>(gmem_out + token * out_stride + column) = bits;
+        unit += gridDim.x * kThreads;
+        if (unit < num_units) used = slots_of(unit);
     }
     __syncthreads();
-    if (threadIdx.x == 0 && !poisoned) advance(params, generation);
-    pdl_wait();  // role2, where this kernel was launched before its end
+    // role2, where this kernel was launched before its end; and CTAs of role1 that nobody waits for, which may come to read the
+    // state and claim the workspace late.
+    pdl_wait();
+    if (threadIdx.x == 0 && !poisoned) red_add_release_gpu_u32(&state.combine_done, own_share());
+    if (advances && !poisoned) {
+        state.block_base += num_blocks;
+        state.generation = generation;
+    }
 }

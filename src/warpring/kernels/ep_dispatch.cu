@@ -355,10 +355,14 @@ __device__ __forceinline__ bool announce(const EpParams& params, const EpSync& s
     return !count.is_refused();
 }
 
-// Claims the workspace for this call. By a CTA other than the one that plans: the answer takes as long as a load.
+// Claims the workspace for this call. Another one has it that began from the same state, or whose role3 still reads partial
+// results. By a CTA other than the one that plans: the answer takes as long as a load.
 __device__ __forceinline__ void claim(const EpParams& params, const EpSync& sync) {
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0 && atomicExch(&params.gmem_state->busy, 1u) != 0)
-        report_failure(sync, kOverlap, kNoFlag, -1, 0, 1);
+    if (blockIdx.x != gridDim.x - 1 || threadIdx.x != 0) return;
+    EpState& state = *params.gmem_state;
+    const uint32_t finished = ld_relaxed_gpu_u32(&state.combine_done), call = uint32_t(sync.generation);
+    const uint32_t last = atomicExch(&state.claimed, call);
+    if (last == call || finished != (call - 1) << 16) report_failure(sync, kOverlap, kNoFlag, -1, 0, 1);
 }
 
 __device__ __forceinline__ void dispatch(const EpParams& params, const EpSync& sync, const TokenCount& token_count,

@@ -16,16 +16,18 @@ struct PeerTable {
 };
 static_assert(sizeof(PeerTable) == 592, "the by-value descriptor of 72 ranks");
 
-// Persistent device state of one layer object; role3's last CTA moves it on.
+// Persistent device state of one layer object; a CTA of role3 moves it on.
 struct EpState {
     uint64_t generation;     // calls completed
     uint64_t block_base;     // ring sequence number of the next call's first block
     uint32_t poison;         // set once by the first failed wait; everything leaves
-    uint32_t combine_done;   // 2^16 a call that role3 has finished, monotonic
-    uint32_t busy;           // 1 from a call's role1 to its role3: a second call in between is refused
+    uint32_t combine_begun;  // 2^16 a call whose role3 has read this state, monotonic
+    uint32_t combine_done;   // 2^16 a call whose role3 has read its partial results, monotonic
+    uint32_t claimed;        // by which call's role1 last, modulo 2^32: a second one over it is refused
     uint32_t tickets;        // that role2's CTAs have taken in all calls, modulo 2^32: see ep_experts.cu
+    uint32_t reserved;
 };
-static_assert(sizeof(EpState) == 32, "workspace.py allocates the same");
+static_assert(sizeof(EpState) == 40, "workspace.py allocates the same");
 
 // What a failed wait tells the host: pinned host memory, written once.
 struct EpError {
