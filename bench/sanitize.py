@@ -183,7 +183,8 @@ def sanitize(sanitizer: str, part: str, args: argparse.Namespace) -> tuple[str, 
     for tool in args.tool:
         command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
         if tool == "racecheck":
-            command += [word for name in PARTS[part] for word in ("--kernel-name", f"kernel_substring={name}")]
+            names = args.kernels or PARTS[part]
+            command += [word for name in names for word in ("--kernel-name", f"kernel_substring={name}")]
         inside = [sys.executable, __file__, part, *which, "--inside"]
         variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         said, code = bounded([*command, *inside], variables, args.seconds)
@@ -206,6 +207,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="that a tool may take (default: as long as it likes)"
     )
+    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="that racecheck looks at (default: all of ours)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="a folder for the logs")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
