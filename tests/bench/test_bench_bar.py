@@ -181,6 +181,32 @@ def test_peers_table_gives_times_and_factors_by_name() -> None:
     assert len(found) == 7 * len(PEER_LAYERS)
 
 
+def test_peers_stand_beside_ours_of_their_own_run_alone() -> None:
+    """A newer run of ours alone, at the same commit or another, says nothing of a peer that it did not time."""
+    old: dict[str, Any] = {"format": "bf16", "read_peak_gbs": 4000.0}
+    later: dict[str, Any] = {"date": "2026-06-01T10:00:00Z"}
+    records = [
+        decode("warp", **old, p50_us=20.0),
+        decode("tile", **old, p50_us=21.0),
+        decode(None, "vllm_triton", **old, p50_us=30.0),
+        decode(None, "sglang_triton", format="bf16", read_peak_gbs=3999.9, p50_us=5.0)
+        | {"date": "2020-01-01T00:00:00Z"},
+        decode("tile", format="bf16", read_peak_gbs=4000.1, p50_us=10.0) | later,
+        decode("tile", **old, p50_us=10.0) | later | {"commit": "def"},
+        decode(None, "transformers_grouped_mm", **old, p50_us=40.0),
+        decode(None, "transformers_grouped_mm", **old, p50_us=10.0) | later | {"commit": "def"},  # fewer peers
+        decode("warp", **old, num_tokens=2),
+    ]
+    found = {tuple(row[:3]): row[3:] for row in rows("peers", records)}
+    here = dict(zip(("ours", *ADAPTERS), found["qwen3-30b-a3b", "bf16", "1"], strict=True))
+    assert here["ours"] == "20.0 (warp)"
+    assert here["vllm_triton"] == "30.0 (1.50 x)"
+    assert here["transformers_grouped_mm"] == "40.0 (2.00 x)"
+    assert here["sglang_triton"] == "-"
+    assert found["qwen3-30b-a3b", "bf16", "2"] == [NOT_MEASURED, *["-"] * len(ADAPTERS)]
+    assert "def" not in TABLES["peers"](records).split("Measured on")[1]
+
+
 def test_whole_model_is_compared_with_the_classical_path_in_every_bucket() -> None:
     shares: dict[str, Any] = {"experts_share": 0.5, "attention_share": 0.2, "other_share": 0.3}
     records = [
