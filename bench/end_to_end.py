@@ -378,7 +378,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--format", default="mxfp8")
     parser.add_argument("--paths", type=words, default=["auto", "warp", "classical", "grouped_mm", "batched_mm"])
     parser.add_argument("--eager", type=words, default=[], help="forms that no CUDA graph can hold")
-    parser.add_argument("--batches", type=numbers, default=[1, 4, 32, 16])
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 32, 16])
     parser.add_argument("--contexts", type=numbers, default=[1 << 10, 4 << 10, 16 << 10, 32 << 10])
     parser.add_argument("--weight-sets", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=15)

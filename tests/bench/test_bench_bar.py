@@ -209,20 +209,31 @@ def test_peers_stand_beside_ours_of_their_own_run_alone() -> None:
 
 def test_whole_model_is_compared_with_the_classical_path_in_every_bucket() -> None:
     shares: dict[str, Any] = {"experts_share": 0.5, "attention_share": 0.2, "other_share": 0.3}
+    changed: dict[str, Any] = shares | {"experts_share": 0.1}
     records = [
         end_to_end("auto", 184.0, **shares),
         end_to_end("classical", 100.0),
         end_to_end("transformers_batched_mm", 50.0),
-        end_to_end("auto", 183.0, context=4096),
+        end_to_end("auto", 183.0, context=4096, **shares),
+        end_to_end("warp", 184.0, context=4096, **changed),
         end_to_end("classical", 100.0, context=4096),
-        end_to_end("auto", 99.0, batch=32),
+        end_to_end("auto", 183.0, batch=8),
+        end_to_end("classical", 100.0, batch=8),
+        end_to_end("warp", 99.0, batch=32),
         end_to_end("classical", 100.0, batch=32),
     ]
     found = {(row[0], row[1]): row[2:] for row in rows("end-to-end", records)}
-    assert found["1", "1024"] == ["184", NOT_MEASURED, "100", NOT_MEASURED, "50", "1.84", "met", "50 %", "20 %", "30 %"]
-    assert found["1", "4096"][5:7] == ["1.83", "missed: 1.84 is asked"]
-    assert found["32", "1024"][5:7] == ["0.99", "missed: 1.0 is asked"]
-    assert len(found) == 16
+    rates = ["184", NOT_MEASURED, "100", NOT_MEASURED, "50"]
+    assert found["1", "1024"] == [*rates, "1.84", "met", "1.84", "met", "50 %", "20 %", "30 %"]
+    # Another layout's rate makes up for nothing that "auto" misses, and is told apart from it.
+    assert found["1", "4096"][5:] == ["1.83", "missed by 0.5 % of 1.84", "1.84", "met", "50 %", "20 %", "30 %"]
+    assert found["8", "1024"][5:7] == ["1.83", "missed by 0.5 % of 1.84"]
+    assert found["32", "1024"][5:9] == ["-", "-", "0.99", "missed by 1.0 % of 1.0"]
+    assert found["8", "4096"][:5] == [NOT_MEASURED] * 5
+    assert len(found) == 20
+    # A step's time counts where there is one: rounded, this rate would do.
+    exact = [end_to_end("auto", 184.0, p50_us=1e6 / 183.9), end_to_end("classical", 100.0, p50_us=1e4)]
+    assert rows("end-to-end", exact)[0][7:9] == ["1.84", "missed by 0.1 % of 1.84"]
 
 
 def test_kernels_stand_in_order_with_the_newest_profile_of_each() -> None:
