@@ -6,10 +6,18 @@ import pytest
 import torch
 from moe_inputs import make_inputs
 
+from warpring import layout, slabs
 from warpring.activation import gpt_oss_swiglu
-from warpring.errors import UnsupportedError
+from warpring.errors import ArgumentError, UnsupportedError
 from warpring.formats import FORMATS, QuantizedTensor, get_format
-from warpring.layout import PackedMatrix, pack, pack_experts, unpack, unpack_experts
+from warpring.layout import (
+    PackedMatrix,
+    pack,
+    pack_experts,
+    unpack,
+    unpack_experts,
+)
+from warpring.slabs import SLAB_MOST_COLS, has_slabs, suits_slabs
 
 
 def bf16_pair_values(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,3 +239,126 @@ def test_packed_layer_moves_to_another_device() -> None:
     moved = packed.to("meta")
     tensors = (*moved.w13.tensors(), *moved.w2.tensors(), moved.w13_bias, moved.w2_bias)
     assert {t.device.type for t in tensors if t is not None} == {moved.device.type} == {"meta"}
+
+
+# ---- slabs -----------------------------------------------------------------------------------------------------------
+
+
+def slab_values(packed: PackedMatrix) -> torch.Tensor:
+    """Weights [E, panel, block, lane, half of the panel, record of the block, 8 columns] as the kernel sees them, FP64.
+
+    By its steps: masks and shifts to E4M3 numbers, scales as FP32 exponents.
+    """
+    pieces = packed.records.transpose(2, 3).flatten(1, 2)
+    words = pieces[..., :512].contiguous().view(torch.int32).unflatten(-1, (32, 2, 2)).long() & 0xFFFFFFFF
+    low, high = words.unbind(-1)
+    operands = [w & 0x9C9C9C9C for w in (low, high, low << 1 ^ high >> 2, low << 2 ^ high << 3)]
+    codes = [torch.stack([w >> 8 * i & 0xFF for i in range(4)], -1).to(torch.uint8) for w in operands]
+    values = [c.view(torch.float8_e4m3fn).double() for c in codes]
+    rows = torch.stack(
+        [torch.cat((values[half], values[half + 2]), -1) for half in (0, 1)], -3
+    )  # [.., half, record, 8]
+    word = (pieces[..., 512:].contiguous().view(torch.int32).long() & 0xFFFFFFFF)[..., torch.arange(32) // 4]
+    moved = [word, word << 8, word << 16, (word << 24 | word >> 8) & 0xFFFFFFFF]
+    fields = torch.stack([m & 0x7F800000 for m in moved], -1).int().view(torch.float32).double()
+    return rows * fields.unflatten(-1, (2, 2))[..., None]
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_slabs_read_back_exactly(matrix: str) -> None:
+    stored: QuantizedTensor = getattr(make_inputs(1, 192, 128, 3, 1, format="mxfp4", seed=2).experts, matrix)
+    stored.scale[1, ..., 5, 0] = 253
+    stored.scale[1, ..., 6, 1] = 0
+    stored.scale[2, ..., 7, 1] = 254
+    packed = pack(stored, in_slabs=True)
+    assert packed.in_slabs
+    dense = get_format("mxfp4").dequantize(stored, torch.float64)
+    dense = dense if dense.dim() == 4 else dense[:, None]
+    scale = packed.matrix_scale.double()[..., None, None].expand_as(dense).contiguous()
+    value = slab_values(packed).transpose(-2, -3).transpose(-3, -4).flatten(2, 3)  # [E, panel, record, lane, half, 8]
+    assert torch.equal(value * expected_lanes(scale), expected_lanes(dense))
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_unpack_gives_back_every_bit_of_slabs(matrix: str) -> None:
+    stored: QuantizedTensor = getattr(make_inputs(1, 192, 128, 3, 1, format="mxfp4", seed=7).experts, matrix)
+    codes = torch.arange(stored.data.numel()) * 7 + torch.arange(stored.data.numel()) // 256
+    stored.data.view(torch.uint8).copy_(codes.to(torch.uint8).view_as(stored.data))
+    assert_same(unpack(pack(stored, in_slabs=True), "mxfp4"), stored)
+    for most in (253, 254):
+        stored.scale.copy_(torch.randperm(stored.scale.numel()).view_as(stored.scale) % (most + 1))
+        assert {0, most} <= set(stored.scale.flatten().tolist())
+        assert_same(unpack(pack(stored, in_slabs=True), "mxfp4"), stored)
+
+
+def test_nan_scale_becomes_a_block_of_nans_in_slabs() -> None:
+    stored = make_inputs(1, 64, 64, 2, 1, format="mxfp4", seed=4).experts.w2
+    stored.scale[1, 5, 0] = 255
+    packed = pack(stored, in_slabs=True)
+    value = slab_values(packed)
+    assert value[1, 0, 0, 20:24, 0, 0].isnan().all()
+    assert value.isnan().sum() == 32
+    again = unpack(packed, "mxfp4")
+    assert torch.equal(again.scale, stored.scale)
+    assert (again.data[1, 5, :16] == 0).all()
+
+
+def test_rows_and_experts_of_slabs_are_those_of_its_weights() -> None:
+    experts = make_inputs(1, 320, 448, 3, 1, format="mxfp4", seed=10).experts
+    for stored, rows in ((experts.w13, 448), (experts.w2, 320)):
+        dense = get_format("mxfp4").dequantize(stored, torch.float64)
+        packed = pack(stored, in_slabs=True)
+        assert packed.cols == stored.shape[-1]
+        for first, last in ((128, 256), (0, 128), (256, rows), (0, rows)):
+            part = get_format("mxfp4").dequantize(unpack(packed.rows(first, last), "mxfp4"), torch.float64)
+            assert torch.equal(part, dense[..., first:last, :])
+        one = get_format("mxfp4").dequantize(unpack(packed.expert(2), "mxfp4"), torch.float64)
+        assert torch.equal(one, dense[2:])
+
+
+def test_slabs_take_as_much_memory_as_records() -> None:
+    experts = make_inputs(1, 256, 128, 9, 1, format="mxfp4", bias=True, seed=12).experts
+    packed = pack_experts(experts, in_slabs=True)
+    assert packed.nbytes == pack_experts(experts).nbytes
+    again = unpack_experts(packed)
+    assert_same(again.w13, experts.w13)
+    assert_same(again.w2, experts.w2)
+
+
+def test_slabs_are_for_shapes_and_gpus_that_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_slabs("mxfp4", 64, SLAB_MOST_COLS)
+    for format, hidden, intermediate in (
+        ("mxfp8", 64, 64),
+        ("mxfp4", 96, 64),
+        ("mxfp4", 64, 96),
+        ("mxfp4", SLAB_MOST_COLS + 64, 64),
+    ):
+        assert not has_slabs(format, hidden, intermediate)
+    assert suits_slabs("mxfp4", 4096, 1536, 64)
+    for shape in (("mxfp4", 4096, 1472, 64), ("mxfp4", 4096, 1536, 63), ("mxfp8", 4096, 1536, 64)):
+        assert not suits_slabs(*shape)
+    experts = make_inputs(1, 128, 64, 2, 1, format="mxfp4", seed=13).experts
+    narrow = make_inputs(1, 96, 64, 2, 1, format="mxfp4", seed=13).experts
+    assert not pack_experts(experts).in_slabs
+    monkeypatch.setattr(layout, "is_hopper", lambda device: True)
+    assert not pack_experts(experts).in_slabs  # small
+    monkeypatch.setattr(slabs, "SLAB_LEAST_WEIGHTS", 128 * 64)
+    monkeypatch.setattr(slabs, "SLAB_LEAST_EXPERTS", 2)
+    assert pack_experts(experts).in_slabs
+    assert not pack_experts(experts, in_slabs=False).in_slabs
+    assert not pack_experts(narrow).in_slabs
+    with pytest.raises(ArgumentError, match="divide by 64"):
+        pack_experts(narrow, in_slabs=True)
+
+
+def test_slabs_that_move_to_a_gpu_without_the_kernel_become_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = make_inputs(1, 128, 64, 5, 1, format="mxfp4", bias=True, seed=14).experts
+    packed = pack_experts(experts, in_slabs=True)
+    convert = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, to: t if to == "cuda" else convert(t, to))
+    assert packed.to("cpu").in_slabs
+    for hopper in (True, False):
+        monkeypatch.setattr(layout, "is_hopper", lambda device, hopper=hopper: hopper)
+        moved = packed.to("cuda")
+        assert torch.equal(moved.w13.records, pack_experts(experts, in_slabs=hopper).w13.records)
+        assert torch.equal(moved.w2.matrix_scale, pack_experts(experts, in_slabs=hopper).w2.matrix_scale)

@@ -14,7 +14,7 @@ from warpring.classical import moe_classical
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor
-from warpring.kernels import cores, tile, warp
+from warpring.kernels import cores, tile, tile_wgmma, warp
 from warpring.layout import PackedExperts, PackedMatrix
 from warpring.policy import choose_path
 from warpring.reference import moe_reference
@@ -127,7 +127,8 @@ def precompile(
     target = torch.device(device) if device is not None else experts.device
     if target.type == "cuda":
         if isinstance(experts, PackedExperts):
-            tile.precompile(experts, topk, index_dtype, target)
+            of_layout = tile_wgmma if experts.in_slabs else tile
+            of_layout.precompile(experts, topk, index_dtype, target)
         else:
             warp.precompile(experts, topk, index_dtype, target)
         grouped.precompile(experts, index_dtype, target)
@@ -138,9 +139,26 @@ def precompile(
 #: (x, experts, topk_idx, topk_weights, out); those of packed experts take shared_weights too.
 _Run = Callable[..., object]
 
+
+def _moe_tile(
+    x: torch.Tensor,
+    packed: PackedExperts,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    shared_weights: torch.Tensor | None = None,
+) -> None:
+    """By the kernel of the layout."""
+    if packed.in_slabs:
+        tile_wgmma.check_device(x.device)
+        tile_wgmma.moe_tile_wgmma(x, packed, topk_idx, topk_weights, out, shared_weights=shared_weights)
+    else:
+        tile.moe_tile(x, packed, topk_idx, topk_weights, out, shared_weights=shared_weights)
+
+
 _RUN: dict[str, _Run] = {
     "warp": warp.moe_warp,
-    "tile": tile.moe_tile,
+    "tile": _moe_tile,
     "cores": cores.moe_cores,
     "grouped": grouped.moe_grouped,
     "classical": moe_classical,

@@ -10,6 +10,9 @@ Codes are stored as bit fields that a mask and few shifts turn into pairs of BF1
 scales as BF16 exponents. Packing moves every bit and loses none, so `unpack` gives the stored weights back, with one
 exception: a block of an MX format that holds a NaN becomes a block of NaNs, which no output can tell apart (one NaN in
 a row makes the row's dot product NaN).
+
+MXFP4 on Hopper has an order of its own, slabs (`warpring.slabs`), for a kernel that multiplies on warpgroups. A layer
+is packed in one of the two, by the GPU that its weights lie on; every reader of packed weights takes both.
 """
 
 from __future__ import annotations
@@ -20,22 +23,26 @@ from dataclasses import dataclass, replace
 import torch
 
 from warpring.activation import Activation
-from warpring.errors import UnsupportedError
+from warpring.errors import ArgumentError, UnsupportedError
 from warpring.experts import Experts, LayerBytes
+from warpring.fields import codes_e2m1, codes_e4m3, fields_e2m1, fields_e4m3
 from warpring.formats import QuantizedTensor, ceil_div, e2m1
+from warpring.runtime.device import is_hopper
 from warpring.shared import join_biases, shared_beside
+from warpring.slabs import BLOCK_COLS, SLAB_MOST_COLS, SLAB_PANELS, has_slabs, panels_of, slabs_of, suits_slabs
 
 PANEL_ROWS = 16
 RECORD_COLS = 32
-#: Bytes of a record: codes of 16 x 32 weights, then scales.
+#: Bytes of a record: codes of 16 x 32 weights, then scales; by format, or by format and order.
 RECORD_BYTES = {"bf16": 1024, "fp8_block": 512, "fp8_channel": 512, "mxfp8": 528, "mxfp4": 272, "nvfp4": 288}
+RECORD_BYTES["mxfp4_slabs"] = RECORD_BYTES["mxfp4"]
 
 _E8M0_NAN = 255
 # A code placed as a BF16 bit field is its value times 2^-120 (E4M3) or 2^-126 (E2M1): that much is in the stored scale.
 _FIELD_EXPONENT = {"mxfp8": 120, "mxfp4": 126}
 _MAX_EXPONENT_FIELD = 254
-#: The upper exponent bit of both E2M1 codes of a pair, as BF16 fields.
-_TOP_EXPONENT = 0x01000100
+#: A code of a slab is an E4M3 number, its value times 2^-6, its scale an FP32 exponent that moves up by 1 at most.
+_SLAB_EXPONENT, _SLAB_UP = 6, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +50,8 @@ class PackedMatrix:
     """One projection of all experts in tile layout.
 
     Attributes:
-        records: uint8 [num_experts, panels, cols / 32, RECORD_BYTES].
+        records: uint8 [num_experts, panels, cols / 32, RECORD_BYTES]; in slabs [num_experts, panels / 4, cols / 64,
+            4, PIECE_BYTES].
         matrix_scale: FP32 [num_experts, halves], multiplies every dot product of a matrix.
         row_scale: FP32 [num_experts, halves, rows] (fp8_channel) or None.
         block_scale: FP32 [num_experts, halves, ceil(rows / 128), ceil(cols / 128)] (fp8_block) or None.
@@ -60,6 +68,20 @@ class PackedMatrix:
         return self.matrix_scale.shape[1]
 
     @property
+    def in_slabs(self) -> bool:
+        """Whether the order is that of `warpring.slabs`."""
+        return self.records.dim() == 5
+
+    def order(self, format: str) -> str:
+        """Format and order in a word, for kernels that read both orders."""
+        return f"{format}_slabs" if self.in_slabs else format
+
+    @property
+    def cols(self) -> int:
+        """Columns of each matrix."""
+        return self.records.shape[2] * (BLOCK_COLS if self.in_slabs else RECORD_COLS)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes and scales together."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
@@ -73,10 +95,13 @@ class PackedMatrix:
         return self.map(lambda t: t[expert : expert + 1])
 
     def rows(self, first: int, last: int) -> PackedMatrix:
-        """Rows [first, last) of every half of every expert, sharing storage; `first` divides by 128, `last` by 16."""
-        panel = PANEL_ROWS // self.num_halves
+        """Rows [first, last) of every half of every expert, sharing storage.
+
+        `first` divides by 128; `last` by 16, in slabs by 64.
+        """
+        together = PANEL_ROWS * (SLAB_PANELS if self.in_slabs else 1) // self.num_halves
         return PackedMatrix(
-            self.records[:, first // panel : last // panel],
+            self.records[:, first // together : last // together],
             self.matrix_scale,
             None if self.row_scale is None else self.row_scale[:, :, first:last],
             None if self.block_scale is None else self.block_scale[:, :, first // 128 : ceil_div(last, 128)],
@@ -92,8 +117,12 @@ class PackedMatrix:
         )
 
 
-def pack(stored: QuantizedTensor) -> PackedMatrix:
+def pack(stored: QuantizedTensor, in_slabs: bool = False) -> PackedMatrix:
     """Pack one projection: logical [E, 2, intermediate, hidden] (gate, up) or [E, hidden, intermediate].
+
+    Args:
+        stored: its weights.
+        in_slabs: in slabs, for which `has_slabs` holds.
 
     Raises:
         UnsupportedError: a NaN code in fp8_block weights, whose scales span many rows.
@@ -111,7 +140,7 @@ def pack(stored: QuantizedTensor) -> PackedMatrix:
         nan = (panels & 0x7F) == 0x7F
         if bool(nan.any()):
             raise UnsupportedError(f"pack: {fmt} weights with NaN codes have no tile layout. Use path='warp'.")
-        codes = _fields_e4m3(panels).flatten(3)
+        codes = fields_e4m3(panels).flatten(3)
         scale = halves.scale
         if fmt == "fp8_block":
             return PackedMatrix(codes, matrix_scale, block_scale=scale)
@@ -123,18 +152,19 @@ def pack(stored: QuantizedTensor) -> PackedMatrix:
         scales = _panel_scales(block_scale.view(torch.uint8), cols_per_record=2)
         # [.., record, half/row g+8, g, 16-column group] -> groups, rows g, halves
         scales = scales.permute(0, 1, 2, 5, 4, 3).flatten(3)
-        return PackedMatrix(torch.cat((_fields_e2m1(panels).flatten(3), scales), -1), global_scale.float() * 2.0**8)
-    return _pack_mx(halves, panels)
+        return PackedMatrix(torch.cat((fields_e2m1(panels).flatten(3), scales), -1), global_scale.float() * 2.0**8)
+    return _pack_mx(halves, panels, in_slabs)
 
 
-def _pack_mx(halves: QuantizedTensor, panels: torch.Tensor) -> PackedMatrix:
+def _pack_mx(halves: QuantizedTensor, panels: torch.Tensor, in_slabs: bool) -> PackedMatrix:
     if halves.scale is None:
         raise UnsupportedError(f"pack: {halves.format} weights need scales.")
-    field = _FIELD_EXPONENT[halves.format]
+    field, most_up, unit = (0, _SLAB_UP, _SLAB_EXPONENT) if in_slabs else (_FIELD_EXPONENT[halves.format], 0, 0)
     scale = halves.scale.to(torch.int16)
-    # The largest scale of a matrix decides how far all of them move down to fit BF16; matrix_scale gives it back.
+    # The largest scale of a matrix decides how far all of them move down to fit; matrix_scale gives it back. In slabs
+    # they move up, where there is room: a field of 0 is no power of two.
     largest = torch.where(scale == _E8M0_NAN, 0, scale).amax((-1, -2))
-    down = (largest + field - _MAX_EXPONENT_FIELD).clamp(min=0)
+    down = (largest + field - _MAX_EXPONENT_FIELD).clamp(min=-most_up)
     exponents = (scale + field - down[..., None, None]).clamp(min=0)
     scales = _panel_scales(torch.where(scale == _E8M0_NAN, 255, exponents).to(torch.uint8), cols_per_record=1)
     nan = _panel_scales(scale, cols_per_record=1) == _E8M0_NAN  # [E, P, record, 2, 8, 1]
@@ -142,14 +172,15 @@ def _pack_mx(halves: QuantizedTensor, panels: torch.Tensor) -> PackedMatrix:
         is_nan = ((panels & 0x7F) == 0x7F).any(-1).any(-1).movedim(-1, 3)[..., None] | nan
         scales = torch.where(is_nan, 255, scales)
         panels = torch.where(is_nan.squeeze(-1).movedim(3, 4)[..., None, None], 0, panels)
-        codes = _fields_e4m3(panels)
+        codes = fields_e4m3(panels)
     else:
         panels = torch.where(nan.squeeze(-1).movedim(3, 4)[..., None, None], 0, panels)
-        codes = _fields_e2m1(panels)
+        codes = panels if in_slabs else fields_e2m1(panels)
+    matrix_scale = torch.ldexp(torch.ones_like(down, dtype=torch.float32), down + unit)
+    if in_slabs:
+        return PackedMatrix(slabs_of(codes, scales.squeeze(-1)), matrix_scale)
     scales = scales.squeeze(-1).permute(0, 1, 2, 4, 3).flatten(3)  # rows g, then g + 8, side by side
-    return PackedMatrix(
-        torch.cat((codes.flatten(3), scales), -1), torch.ldexp(torch.ones_like(down, dtype=torch.float32), down)
-    )
+    return PackedMatrix(torch.cat((codes.flatten(3), scales), -1), matrix_scale)
 
 
 def _unsqueeze(stored: QuantizedTensor) -> QuantizedTensor:
@@ -185,60 +216,21 @@ def _panel_scales(scale: torch.Tensor, cols_per_record: int) -> torch.Tensor:
     return rows.permute(0, 1, 4, 2, 3, 5)
 
 
-def _words(fields: torch.Tensor) -> torch.Tensor:
-    """int64 fields [E, panel, record, g, half, q, words] of 32 bits -> bytes [E, panel, record, lane, bytes]."""
-    order = fields.permute(0, 1, 2, 3, 5, 4, 6).flatten(5)  # g, q, (half, words)
-    return (
-        order.to(torch.int64)
-        .bitwise_and(0xFFFFFFFF)
-        .sub((order >> 31 & 1) << 32)
-        .to(torch.int32)
-        .contiguous()
-        .view(torch.uint8)
-        .flatten(3, 4)
-    )
-
-
-def _fields_e4m3(panels: torch.Tensor) -> torch.Tensor:
-    """Four codes a word. In each half-word: the first pair at BF16's own places; of the second in the bits between the
-    exponent above, the fraction below, and the sign of the other half-word's. One rotation by 4 brings signs and
-    exponents into place, one shift by 4 fractions."""
-    c = panels.to(torch.int64).unflatten(-1, (2, 2, 2))  # words, pairs, (low, high half-word)
-    first, second = c[..., 0, :], c[..., 1, :]
-    half = (first >> 7) << 15 | (first & 0x7F) << 4
-    half = half | (second >> 3 & 15) << 11 | second & 7 | (second.flip(-1) >> 7) << 3
-    return _words(half[..., 0] | half[..., 1] << 16)
-
-
-def _fields_e2m1(panels: torch.Tensor) -> torch.Tensor:
-    """Eight codes a word: pairs in one mask at left rotations of 0, 6 and 10; of the last pair sign and the lower two
-    bits at 12, the upper exponent bit at 4. No other placing of four pairs takes fewer shifts to find them again."""
-    c = panels.to(torch.int64).unflatten(-1, (1, 4, 2))
-    placed = (c >> 3) << 15 | (c & 7) << 6
-    pairs = (placed[..., 0] | placed[..., 1] << 16).unbind(-1)
-    word = pairs[0] | _rotate(pairs[1], -6) | _rotate(pairs[2], -10)
-    return _words(word | _rotate(pairs[3] & ~_TOP_EXPONENT, -12) | _rotate(pairs[3] & _TOP_EXPONENT, -4))
-
-
-def _rotate(words: torch.Tensor, left: int) -> torch.Tensor:
-    """32-bit words in int64, rotated left."""
-    left %= 32
-    return (words << left | words >> (32 - left)) & 0xFFFFFFFF
-
-
 def unpack(packed: PackedMatrix, format: str) -> QuantizedTensor:
     """The inverse of `pack`: logical [E, 2, intermediate, hidden] of two halves, [E, hidden, intermediate] of one.
 
     Temporaries take some 10 bytes a weight; take a piece of a layer with `PackedMatrix.expert` or `rows`.
     """
+    if packed.in_slabs:
+        return _unpack_slabs(packed, format)
     scale = global_scale = None
     if format == "bf16":
         panels = packed.records.view(torch.int16).unflatten(-1, (2, 8, 4, 8)).permute(0, 1, 2, 4, 3, 5, 6)
         data = _rows_of(panels, packed.num_halves).view(torch.bfloat16)
     elif format in ("mxfp4", "nvfp4"):
-        data = e2m1.pack(_rows_of(_codes_e2m1(packed.records[..., :256]), packed.num_halves))
+        data = e2m1.pack(_rows_of(codes_e2m1(packed.records[..., :256]), packed.num_halves))
     else:
-        data = _rows_of(_codes_e4m3(packed.records[..., :512]), packed.num_halves).view(torch.float8_e4m3fn)
+        data = _rows_of(codes_e4m3(packed.records[..., :512]), packed.num_halves).view(torch.float8_e4m3fn)
     if format in _FIELD_EXPONENT:
         stored = packed.records[..., -16:].unflatten(-1, (8, 2)).permute(0, 1, 2, 4, 3).unsqueeze(-1)
         scale = _rows_of_scales(stored, packed.num_halves)
@@ -253,11 +245,24 @@ def unpack(packed: PackedMatrix, format: str) -> QuantizedTensor:
         scale = None if packed.row_scale is None else packed.row_scale[..., None]
     elif format == "fp8_block":
         scale = packed.block_scale
-    cols = packed.records.shape[2] * RECORD_COLS
-    halves = QuantizedTensor(format, (*data.shape[:3], cols), data, scale, global_scale)
-    if packed.num_halves == 2:
+    return _logical(QuantizedTensor(format, (*data.shape[:3], packed.cols), data, scale, global_scale))
+
+
+def _unpack_slabs(packed: PackedMatrix, format: str) -> QuantizedTensor:
+    codes, fields = panels_of(packed.records)
+    data = e2m1.pack(_rows_of(codes, packed.num_halves))
+    field = _rows_of_scales(fields.unsqueeze(-1), packed.num_halves)
+    down = packed.matrix_scale.frexp().exponent[..., None, None] - 1 - _SLAB_EXPONENT
+    scale = torch.where(field == _E8M0_NAN, _E8M0_NAN, field + down).to(torch.uint8)
+    return _logical(QuantizedTensor(format, (*data.shape[:3], packed.cols), data, scale))
+
+
+def _logical(halves: QuantizedTensor) -> QuantizedTensor:
+    """[E, halves, rows, cols] as `pack` takes it: a single half has no dimension of its own."""
+    if halves.shape[1] == 2:
         return halves
-    return replace(halves.map(lambda t: t.squeeze(1)), shape=(data.shape[0], data.shape[2], cols))
+    shape = (halves.shape[0], *halves.shape[2:])
+    return replace(halves.map(lambda t: t.squeeze(1)), shape=shape)
 
 
 def _rows_of(panels: torch.Tensor, num_halves: int) -> torch.Tensor:
@@ -275,34 +280,6 @@ def _join_rows(t: torch.Tensor, num_halves: int) -> torch.Tensor:
     if num_halves == 2:
         return t.transpose(1, 2).flatten(2, 3)
     return t.flatten(1, 3).unsqueeze(1)
-
-
-def _half_words(codes: torch.Tensor, words: int) -> torch.Tensor:
-    """Bytes [E, panel, record, bytes] -> contiguous int16 [E, panel, record, g, q, half, words, 2]."""
-    return codes.contiguous().view(torch.int16).unflatten(-1, (8, 4, 2, words, 2))
-
-
-def _interleaved(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """The inverse of `_words`: int16 codes of each pair of a word, as `_half_words` has them -> uint8 of `_panels`."""
-    codes = torch.stack([pair.to(torch.uint8) for pair in pairs], -2)
-    return codes.flatten(-3).transpose(4, 5)
-
-
-def _codes_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_fields_e4m3`: uint8 codes as `_panels` has them."""
-    half = _half_words(codes, words=2)
-    first = (half >> 8 & 0x80) | (half >> 4 & 0x7F)
-    second = (half.flip(-1) << 4 & 0x80) | (half >> 8 & 0x78) | half & 7
-    return _interleaved([first, second])
-
-
-def _codes_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_fields_e2m1`: uint8 codes, one a byte, as `_panels` has them."""
-    words = codes.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    pairs = [_rotate(words, left) for left in (0, 6, 10)]
-    pairs.append((_rotate(words, 12) & ~_TOP_EXPONENT) | (_rotate(words, 4) & _TOP_EXPONENT))
-    halves = [torch.stack((pair & 0xFFFF, pair >> 16), -1).unflatten(-2, (8, 4, 2, 1)) for pair in pairs]
-    return _interleaved([(half >> 12 & 8) | (half >> 6 & 7) for half in halves])
 
 
 #: Experts packed at a time: bounds the temporaries, which take some 20 bytes a weight.
@@ -343,6 +320,16 @@ class PackedExperts(LayerBytes):
         return self.w13.records.device
 
     @property
+    def in_slabs(self) -> bool:
+        """Whether the weights are in slabs."""
+        return self.w13.in_slabs
+
+    @property
+    def order(self) -> str:
+        """Format and order in a word, see `PackedMatrix.order`."""
+        return self.w13.order(self.format)
+
+    @property
     def bytes_per_expert(self) -> int:
         """Bytes that one expert's work must read at least once, routed or shared: codes, scales, biases."""
         return self.nbytes // (self.num_experts + self.num_shared)
@@ -360,7 +347,10 @@ class PackedExperts(LayerBytes):
         )
 
     def to(self, device: torch.device | str) -> PackedExperts:
-        """The same experts on another device."""
+        """The same experts on another device; a GPU that has no kernel for slabs gets them packed anew."""
+        target = torch.device(device)
+        if self.in_slabs and target.type == "cuda" and not is_hopper(target):
+            return self._in_panels().to(device)
         return replace(
             self,
             w13=self.w13.map(lambda t: t.to(device)),
@@ -368,6 +358,14 @@ class PackedExperts(LayerBytes):
             w13_bias=None if self.w13_bias is None else self.w13_bias.to(device),
             w2_bias=None if self.w2_bias is None else self.w2_bias.to(device),
         )
+
+    def _in_panels(self) -> PackedExperts:
+        """From slabs, a few experts at a time."""
+
+        def anew(matrix: PackedMatrix) -> PackedMatrix:
+            return _pack_in_pieces([_unpack_in_pieces(matrix, self.format)], in_slabs=False)
+
+        return replace(self, w13=anew(self.w13), w2=anew(self.w2))
 
     def __repr__(self) -> str:
         shared = f" + {self.num_shared} shared" if self.num_shared else ""
@@ -377,18 +375,31 @@ class PackedExperts(LayerBytes):
         )
 
 
-def pack_experts(experts: Experts, shared: Experts | None = None) -> PackedExperts:
+def pack_experts(experts: Experts, shared: Experts | None = None, *, in_slabs: bool | None = None) -> PackedExperts:
     """Pack a layer for the tile path, a few experts at a time.
 
     Args:
         experts: the routed experts.
         shared: experts that every token wants, run in the same launch: of the same hidden size, format and activation,
             m times as wide as the routed ones. Wider ones are cut into m of the routed width, which changes no value.
+        in_slabs: which order the weights get, see `warpring.slabs`; None for slabs where the GPU that they lie on has
+            the kernel for these (Hopper) and the shape gains by it (`suits_slabs`), else records of panels, which every
+            GPU reads. Slabs decode 1 to 64 sequences faster, and larger batches slower.
 
     Raises:
-        ArgumentError: shared experts that do not fit the routed ones, see `warpring.shared.shared_beside`.
+        ArgumentError: shared experts that do not fit the routed ones, see `warpring.shared.shared_beside`; slabs of a
+            shape or format that has none.
         UnsupportedError: see `pack`.
     """
+    slabs = has_slabs(experts.format, experts.hidden, experts.intermediate)
+    if in_slabs is None:
+        shape = (experts.hidden, experts.intermediate, experts.num_experts)
+        in_slabs = suits_slabs(experts.format, *shape) and is_hopper(experts.device)
+    elif in_slabs and not slabs:
+        raise ArgumentError(
+            f"pack_experts: in_slabs takes mxfp4 whose sizes divide by {BLOCK_COLS} and are at most {SLAB_MOST_COLS}; "
+            f"got {experts.format}, hidden {experts.hidden}, intermediate {experts.intermediate}. Leave it None."
+        )
     parts = [experts]
     w13_bias, w2_bias = experts.w13_bias, experts.w2_bias
     num_shared = 0
@@ -400,8 +411,8 @@ def pack_experts(experts: Experts, shared: Experts | None = None) -> PackedExper
         w13_bias = join_biases(w13_bias, shared.w13_bias, counts)
         w2_bias = join_biases(w2_bias, shared.w2_bias, counts)
     return PackedExperts(
-        w13=_pack_in_pieces([part.w13 for part in parts]),
-        w2=_pack_in_pieces([part.w2 for part in parts]),
+        w13=_pack_in_pieces([part.w13 for part in parts], in_slabs),
+        w2=_pack_in_pieces([part.w2 for part in parts], in_slabs),
         format=experts.format,
         num_experts=experts.num_experts,
         hidden=experts.hidden,
@@ -453,14 +464,14 @@ def _experts_of(stored: QuantizedTensor, which: slice) -> QuantizedTensor:
     return replace(some, shape=(some.data.shape[0], *stored.shape[1:]))
 
 
-def _pack_in_pieces(parts: Sequence[QuantizedTensor]) -> PackedMatrix:
+def _pack_in_pieces(parts: Sequence[QuantizedTensor], in_slabs: bool) -> PackedMatrix:
     """The experts of all parts behind each other."""
     num_experts = sum(part.shape[0] for part in parts)
     out: PackedMatrix | None = None
     place = 0
     for stored in parts:
         for first in range(0, stored.shape[0], _PACKED_AT_ONCE):
-            piece = pack(_experts_of(stored, slice(first, first + _PACKED_AT_ONCE)))
+            piece = pack(_experts_of(stored, slice(first, first + _PACKED_AT_ONCE)), in_slabs)
             if out is None:
                 out = piece.map(lambda t: t.new_empty(num_experts, *t.shape[1:]))
             count = piece.records.shape[0]

@@ -173,6 +173,13 @@ inline uint2 ld_shared_64(uint32_t smem, Site site = here()) { return load_share
 inline uint32_t ld_shared_32(uint32_t smem, Site site = here()) {
     return load_shared<uint32_t>(smem, "ld_shared_32", site);
 }
+inline uint32_t ld_shared_u32(uint32_t smem, Site site = here()) {
+    return load_shared<uint32_t>(smem, "ld_shared_u32", site);
+}
+inline void st_shared_u32(uint32_t smem, uint32_t value, Site site = here()) {
+    before_access("st_shared_u32", site);
+    memcpy(shared_pointer(smem, 4, 4, "st_shared_u32", site), &value, 4);
+}
 inline uint32_t ld_shared_u16(uint32_t smem, Site site = here()) {
     return load_shared<uint16_t>(smem, "ld_shared_u16", site);
 }

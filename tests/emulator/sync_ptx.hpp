@@ -64,6 +64,7 @@ inline uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uint32_t expected, uint
 inline void fence_acq_rel_sys() {}
 inline void fence_acq_rel_gpu() {}
 inline void fence_proxy_async_global() {}
+inline void fence_proxy_async_shared() {}
 inline uint64_t globaltimer_ns(Site site = here()) {
     poll("globaltimer_ns", site);
     return clock_ns();

@@ -86,6 +86,17 @@ def test_values_and_bits(format: str) -> None:
 
 
 @EMULATED
+@pytest.mark.parametrize("shape", [(320, 192, 6, 3), (64, 64, 4, 2), (576, 320, 3, 2)], ids=str)
+@pytest.mark.parametrize("config", [NARROW, WIDE, TIGHT], ids=["narrow", "wide", "tight"])
+def test_slabs_give_the_bits_of_records(shape: tuple[int, int, int, int], config: Config) -> None:
+    inputs = make_inputs(21, *shape, format="mxfp4", bias=True, seed=23)
+    records = run(inputs, config)
+    for seed in range(3):
+        slabs = pack_experts(inputs.experts, in_slabs=True)
+        assert torch.equal(run(inputs, config, packed=slabs, seed=seed, num_sms=1 + seed), records)
+
+
+@EMULATED
 @pytest.mark.parametrize("activation", [SILU, gpt_oss_swiglu(limit=0.8), clipped_swiglu(0.5), GELU_TANH], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_every_activation(activation: Activation, bias: bool) -> None:
@@ -356,7 +367,7 @@ def compile_log(spec: KernelSpec) -> str:
     return log.getvalue()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "mxfp4_slabs"])
 def test_products_overlap_with_decoding_and_nothing_is_spilled(format: str) -> None:
     """The assembler warns where it has to run products one at a time."""
     for (hidden, intermediate), num_pairs in zip(COMPILED, (97, 96), strict=True):

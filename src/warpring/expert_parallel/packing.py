@@ -31,10 +31,10 @@ from torch.nn.functional import pad
 
 from warpring.activation import Activation
 from warpring.errors import ArgumentError, UnsupportedError
-from warpring.expert_parallel.e2m1_words import WORD, codes_of, signed, unsigned, words_of
 from warpring.expert_parallel.problem import NEURONS
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div
+from warpring.formats.e2m1_words import WORD, codes_of, signed, unsigned, words_of
 
 #: Formats that role2 has a policy for, and the policy's name in ep_weights.cuh.
 POLICIES = {"fp8_block": "EpFp8Block", "fp8_channel": "EpFp8Channel", "mxfp4": "EpMxfp4"}

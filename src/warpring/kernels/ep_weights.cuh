@@ -16,6 +16,7 @@
 //   Codes<steps>
 //       codes of `steps` times 32 columns: load() from the chunk, decode() to A registers
 #pragma once
+#include "e2m1_words.cuh"
 #include "ep_common.cuh"
 #include "ep_wgmma_ptx.cuh"
 
@@ -109,16 +110,10 @@ struct EpMxfp4 {
         __device__ __forceinline__ RowScales of(int step) const { return {of(low, step), of(high, step)}; }
     };
 
-    // Two words are the 16 codes of 32 columns, of rows g and g + 8 together. Some codes lie where the mask wants them.
-    // Bits of the others lie between, in such a way that two shifted words have their exclusive or there: e2m1_words.py
-    // solves for them. Logic is what decoding waits for, so shifts to the right are multiplications, as those to the left
-    // become by themselves.
+    // Logic is what decoding waits for, so the shift to the right is a multiplication, as those to the left become by
+    // themselves.
     static __device__ __forceinline__ void operands(uint32_t low, uint32_t high, uint32_t (&a)[kStepRegisters]) {
-        constexpr uint32_t kMask = 0x9c9c9c9cu;
-        a[0] = low & kMask;
-        a[1] = high & kMask;
-        a[2] = (low << 1 ^ multiplier_shift(high, 2)) & kMask;
-        a[3] = (low << 2 ^ high << 3) & kMask;
+        operands_of<multiplier_shift>(low, high, a);
     }
 
     template <int steps>

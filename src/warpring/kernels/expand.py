@@ -12,7 +12,7 @@ import torch
 
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor, ceil_div
-from warpring.layout import PANEL_ROWS, RECORD_COLS, PackedExperts, PackedMatrix
+from warpring.layout import PANEL_ROWS, PackedExperts, PackedMatrix
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import int32, launch, load, pointer
 
@@ -28,7 +28,7 @@ def rows_spec(format: str, cols: int) -> KernelSpec:
 
 @lru_cache(maxsize=1024)
 def panels_spec(format: str, cols: int, num_halves: int) -> KernelSpec:
-    """The kernel for packed weights."""
+    """The kernel for packed weights; `format` as in `layout.RECORD_BYTES`."""
     macros = (("WARPRING_FORMAT", f"Tile{_policy(format)}"), _cols(cols), ("WARPRING_HALVES", str(num_halves)))
     return KernelSpec("expand_panels.cu", "expand_panels", macros)
 
@@ -46,7 +46,7 @@ def specs_of(experts: Experts | PackedExperts) -> tuple[KernelSpec, ...]:
     """Every kernel that the grouped path needs of these experts on a GPU."""
     if isinstance(experts, PackedExperts):
         sizes = ((experts.hidden, 2), (experts.intermediate, 1))
-        return tuple(panels_spec(experts.format, cols, halves) for cols, halves in sizes)
+        return tuple(panels_spec(experts.order, cols, halves) for cols, halves in sizes)
     if experts.format == "bf16":
         return ()
     return tuple(rows_spec(experts.format, cols) for cols in (experts.hidden, experts.intermediate))
@@ -61,7 +61,7 @@ def expand_slice(
         stored: w13 or w2, of any format but row-major bf16.
         format: its format.
         num_rows: rows of a half.
-        first, last: the slice; first divides by 128, last by 16.
+        first, last: the slice; first divides by 128, last by 16, in slabs by 64.
         ends: int32 [num_experts], one past each expert's last row in the batch; an expert without rows stays unwritten.
 
     Returns:
@@ -70,8 +70,8 @@ def expand_slice(
     device, num_experts, count = ends.device, ends.numel(), last - first
     packed = isinstance(stored, PackedMatrix)
     if isinstance(stored, PackedMatrix):
-        num_halves, cols = stored.num_halves, stored.records.shape[2] * RECORD_COLS
-        spec = panels_spec(format, cols, num_halves)
+        num_halves, cols = stored.num_halves, stored.cols
+        spec = panels_spec(stored.order(format), cols, num_halves)
         grid = (ceil_div(count * num_halves // PANEL_ROWS, _WARPS), num_experts, 1)
         weights = (
             stored.records.data_ptr(),

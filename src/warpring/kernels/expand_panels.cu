@@ -20,7 +20,14 @@ constexpr int kRecords = kCols / kRecordCols;
 constexpr int kStageRecords = 4;
 constexpr int kStageBytes = kStageRecords * Format::kRecordBytes;
 constexpr int kLoads = ceil_div(kStageBytes, 32 * 16);
+constexpr int kTogether = kPanelsTogether<Format>, kPiece = kPieceBytes<Format>;
+static_assert(kWarps % kTogether == 0, "panels that lie together are of one CTA");
 static_assert(kCols % kRecordCols == 0 && Format::kRecordBytes % 16 == 0, "records are whole 16-byte pieces");
+
+// Where byte `at` of a panel's records is, from its first on.
+__device__ __forceinline__ int place_of(int at) {
+    return kTogether == 1 ? at : at / kPiece * (kTogether * kPiece) + at % kPiece;
+}
 
 __device__ __forceinline__ uint32_t scaled(uint32_t pair, float scale) {
     return cvt_f32_bf16x2(bf16_high(pair) * scale, bf16_low(pair) * scale);
@@ -68,19 +75,20 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     }
 
     const int64_t panels = rows / kHalfRows;
-    const uint8_t* gmem =
-        gmem_records + (expert * panels + first / kHalfRows + panel) * kRecords * Format::kRecordBytes;
-    uint8_t* smem = smem_stages[warp];
+    const int64_t place = expert * panels + first / kHalfRows + panel;
+    const uint8_t* gmem = gmem_records + place / kTogether * kTogether * kRecords * Format::kRecordBytes +
+                          place % kTogether * kPiece;
+    uint8_t* smem = smem_stages[warp / kTogether * kTogether] + warp % kTogether * kPiece;
     for (int record = 0; record < kRecords; record += kStageRecords) {
         const int records = min(kStageRecords, kRecords - record), bytes = records * Format::kRecordBytes;
         uint4 pieces[kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; ++i)
-            if (const int at = (32 * i + lane) * 16; at < bytes) pieces[i] = ld_weights(gmem + at);
+            if (const int at = (32 * i + lane) * 16; at < bytes) pieces[i] = ld_weights(gmem + place_of(at));
         __syncwarp();  // every lane has read the stage before
 #pragma unroll
         for (int i = 0; i < kLoads; ++i)
-            if (const int at = (32 * i + lane) * 16; at < bytes) *reinterpret_cast<uint4*>(smem + at) = pieces[i];
+            if (const int at = (32 * i + lane) * 16; at < bytes) *reinterpret_cast<uint4*>(smem + place_of(at)) = pieces[i];
         __syncwarp();
         for (int i = 0; i < records; ++i) {
             Operands in;
@@ -88,6 +96,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
             own[0].store(in, 0, record + i, q);
             own[1].store(in, 1, record + i, q);
         }
-        gmem += kStageBytes;
+        gmem += kTogether * kStageBytes;
     }
 }

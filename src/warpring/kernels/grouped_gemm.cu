@@ -13,24 +13,26 @@
 #include "grouped_gemm_epilogue.cuh"
 #include "grouped_gemm_products.cuh"
 
-// The panels of a task that this warp requests: `producer`, and every kWeightWarps-th behind it, a lane for each.
+// The panels of a task that this warp requests: `producer`, and every kWeightWarps-th behind it, a lane for each; in slabs
+// as many panels as lie together.
 __device__ __forceinline__ void produce_weights(const Args& args, int producer, int lane) {
     WeightRing ring(smem_address(smem_start()));
     Tasks tasks(args.gmem_plan);
     Task task;
     while (tasks.next(task)) {
-        const int panels = ceil_div(max(task.num_panels() - producer, 0), kWeightWarps);
-        const int64_t panel = int64_t(task.expert) * kPanels + task.tile * kTaskPanels + producer + lane * kWeightWarps;
+        const int copies = ceil_div(max(task.num_panels() / kTogether - producer, 0), kWeightWarps);
+        const int own = (producer + lane * kWeightWarps) * kTogether;
+        const int64_t panel = int64_t(task.expert) * kPanels + task.tile * kTaskPanels + own;
         const uint8_t* gmem = args.gmem_records + panel * (kRecords * Format::kRecordBytes);
-        const uint32_t to = (producer + lane * kWeightWarps) * kPanelStageBytes;
+        const uint32_t to = own * kPanelStageBytes;
 #pragma unroll 1
         for (int s = 0; s < kStagesOfTask; ++s) {
-            const uint32_t bytes = min(kStageRecords, kRecords - s * kStageRecords) * Format::kRecordBytes;
+            const uint32_t bytes = min(kStageRecords, kRecords - s * kStageRecords) * Format::kRecordBytes * kTogether;
             ring.wait_empty();
             __syncwarp();  // a stage may be used again before a lane that lags has seen that it was empty
-            if (lane == 0) mbarrier_arrive_expect_tx(ring.full(), panels * bytes);
-            if (lane < panels) bulk_copy(ring.stage() + to, gmem, bytes, ring.full());
-            gmem += kPanelStageBytes;
+            if (lane == 0) mbarrier_arrive_expect_tx(ring.full(), copies * bytes);
+            if (lane < copies) bulk_copy(ring.stage() + to, gmem, bytes, ring.full());
+            gmem += kTogether * kPanelStageBytes;
             ring.advance();
         }
     }

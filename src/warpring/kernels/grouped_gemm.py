@@ -107,7 +107,7 @@ def _spec(name: str, smem_bytes: int = 0, **macros: object) -> KernelSpec:
 
 @lru_cache(maxsize=1024)
 def gemm_spec(format: str, cols: int, rows: int, num_halves: int, gate_fn: str, config: Config) -> KernelSpec:
-    """The kernel of one projection: `rows` of each half."""
+    """The kernel of one projection: `rows` of each half; `format` as in `layout.RECORD_BYTES`."""
     smem = config.smem_bytes(format, num_halves)
     macros = _macros(
         format="Tile" + "".join(word.capitalize() for word in format.split("_")),
@@ -173,7 +173,7 @@ def all_specs(
 def precompile(packed: PackedExperts, index_dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the kernels of every batch, so that a later call can be captured."""
     gate_fn = packed.activation.gate_fn
-    for spec in all_specs(packed.format, packed.hidden, packed.intermediate, gate_fn, index_dtype):
+    for spec in all_specs(packed.order, packed.hidden, packed.intermediate, gate_fn, index_dtype):
         load(spec, index_of(device))
 
 
@@ -234,7 +234,7 @@ def moe_grouped_gemm(
     if config is None:
         config = config_for(packed.format, num_tokens * num_slots, num_experts)
     gate_fn = packed.activation.gate_fn
-    specs = specs_for(packed.format, packed.hidden, packed.intermediate, gate_fn, topk_idx.dtype, config)
+    specs = specs_for(packed.order, packed.hidden, packed.intermediate, gate_fn, topk_idx.dtype, config)
     at = _Workspace(packed, num_tokens * num_slots, config)
     device_index = x.device.index
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count

@@ -58,7 +58,8 @@ struct Products {
     __device__ __forceinline__ void fetch(int chunk, int count, bool half) {
         const int place = chunk % kStageChunks;
         if (place == 0) me.weights.wait_full();
-        const uint32_t run = me.weights.stage() + me.warp * kPanelStageBytes;
+        const uint32_t run = me.weights.stage() + me.warp / kTogether * kTogether * kPanelStageBytes +
+                             me.warp % kTogether * kPieceBytes<Format>;
         raw[0] = Format::load(run, me.lane, 2 * place);
         if (!half) raw[1] = Format::load(run, me.lane, 2 * place + 1);
         if (ends_stage(chunk, count)) {

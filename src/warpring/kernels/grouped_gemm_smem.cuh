@@ -41,6 +41,11 @@ constexpr int kStageRecords = WARPRING_STAGE_RECORDS, kStageChunks = kStageRecor
 constexpr int kStagesOfTask = ceil_div(kRecords, kStageRecords);
 static_assert(kStageRecords % 2 == 0, "a stage of weights is whole chunks");
 
+// Panels whose records lie together are copied together.
+constexpr int kTogether = kPanelsTogether<Format>;
+static_assert(kTaskPanels % kTogether == 0 && kPanels % kTogether == 0, "tasks are whole slabs");
+static_assert(kTogether == 1 || kRecords % 2 == 0, "blocks of slabs are two records");
+
 constexpr int kWeightStages = WARPRING_WEIGHT_STAGES, kTokenStages = WARPRING_TOKEN_STAGES;
 constexpr uint32_t kPanelStageBytes = kStageRecords * Format::kRecordBytes;
 constexpr uint32_t kWeightStageBytes = kTaskPanels * kPanelStageBytes;

@@ -201,6 +201,16 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t smem_barrier, uint32_
     return done != 0;
 }
 
+// The same at once: never suspends the thread.
+__device__ __forceinline__ bool mbarrier_test_wait(uint32_t smem_barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(smem_barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
 // One arrival on a barrier of this CTA. Releases what this thread wrote before it, and what other lanes wrote before a
 // __syncwarp() ahead of it, to threads that see the phase flip.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t smem_barrier) {
@@ -227,6 +237,14 @@ __device__ __forceinline__ uint2 ld_shared_64(uint32_t smem) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(smem));
     return v;
+}
+__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t smem) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(smem));
+    return v;
+}
+__device__ __forceinline__ void st_shared_u32(uint32_t smem, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(v) : "memory");
 }
 __device__ __forceinline__ uint32_t ld_shared_u16(uint32_t smem) {
     uint16_t v;

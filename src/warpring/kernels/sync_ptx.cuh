@@ -128,6 +128,12 @@ __device__ __forceinline__ uint32_t atom_cas_relaxed_gpu_u32(uint32_t* gmem, uin
 // space in its name it would also wait for all of this thread's stores.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// The same for shared memory: what generic stores and cp_async_16() have written, as far as this thread knows of it, is
+// there for warpgroup products behind this.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Nanoseconds of the GPU's clock; its steps can be as coarse as a microsecond. Good for bounds, not for timing a wait.
 __device__ __forceinline__ uint64_t globaltimer_ns() {
     uint64_t v;

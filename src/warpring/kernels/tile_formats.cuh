@@ -11,7 +11,10 @@
 //   load(run, lane, i) record i of a run in shared memory; what of the address differs by record is an immediate
 //   unpack(raw, a)     a[0], a[1]: A operands of the first and second mma, values times block scale, exact in BF16
 //   kBlockScale        FP32 scales of 128 x 128 blocks multiply the sums of every record (fp8_block)
+//
+// Records of a panel follow each other, but for slabs (warpring/slabs.py), where two records of each of four panels do.
 #pragma once
+#include "e2m1_words.cuh"
 #include "ptx.cuh"
 
 constexpr int kRecordCols = 32;
@@ -131,6 +134,49 @@ struct TileMxfp4 {
         unpack_e2m1(raw.codes, scale_word(raw.scales), out);
     }
 };
+
+// MXFP4 in slabs. The codes become E4M3 operands first, then BF16 fields; scales are exponent fields of FP32, 2^6 of which
+// matrix_scale gives back. Values are those of the formats above times 2^-6.
+struct TileMxfp4Slabs {
+    static constexpr int kRecordBytes = 272, kPieceBytes = 2 * kRecordBytes, kBlockBytes = 4 * kPieceBytes;
+    static constexpr bool kBlockScale = false;
+    struct Raw {
+        uint2 codes;
+        uint32_t scales;  // fields of rows g and g + 8 at the bits of BF16 exponents, g in the high half
+    };
+    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
+        const uint32_t codes = run + lane * 16, scales = run + 512 + (lane >> 2) * 4, block = i / 2 * kBlockBytes;
+        const uint32_t word = ld_shared_u32(scales + block);
+        return {ld_shared_64(codes + block + i % 2 * 8), i % 2 ? __funnelshift_l(word, word, 8) : word};
+    }
+    // Codes 2 n and 2 n + 1 of four: sign and the other bits as fields, 2^-126 of their value; then 2^-6 of it, and the scale.
+    template <int n, bool kHigh>
+    static __device__ __forceinline__ uint32_t pair(uint32_t codes, uint32_t scales) {
+        const uint32_t apart = __byte_perm(codes, 0, n ? 0x3424 : 0x1404);
+        const uint32_t fields = (apart & 0x80008000u) | (apart >> 4 & 0x01c001c0u);
+        return scaled<kHigh>(mul_bf16x2(fields, 0x7b807b80u), scales);
+    }
+    static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
+        uint32_t a[4];
+        operands_of<plain_shift>(raw.codes.x, raw.codes.y, a);
+        const uint32_t scales = raw.scales & 0x7f807f80u;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            out.a[i][0] = pair<0, true>(a[2 * i], scales), out.a[i][2] = pair<1, true>(a[2 * i], scales);
+            out.a[i][1] = pair<0, false>(a[2 * i + 1], scales), out.a[i][3] = pair<1, false>(a[2 * i + 1], scales);
+        }
+    }
+};
+
+// Panels whose records lie together, and bytes that one has there before the next one's.
+template <class Format>
+constexpr int kPanelsTogether = 1;
+template <>
+constexpr int kPanelsTogether<TileMxfp4Slabs> = 4;
+template <class Format>
+constexpr int kPieceBytes = 0;
+template <>
+constexpr int kPieceBytes<TileMxfp4Slabs> = TileMxfp4Slabs::kPieceBytes;
 
 // E4M3 scales of 16 columns: lanes q = 0, 1 have the first group of a record, q = 2, 3 the second. The multiplier is
 // the scale times 2^118: its product with a field times 2^-126 leaves 2^-8, which matrix_scale gives back.

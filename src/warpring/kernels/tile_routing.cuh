@@ -47,6 +47,17 @@ struct Routing {
     int32_t largest;  // pairs of an entry, at most
 };
 
+// The pairs of an entry.
+struct Wanted {
+    int expert, count;
+    const uint16_t* smem_pairs;
+
+    __device__ __forceinline__ Wanted(const Routing& routing, int entry)
+        : expert(routing.expert[entry]),
+          count(routing.first[entry + 1] - routing.first[entry]),
+          smem_pairs(routing.pairs + routing.first[entry]) {}
+};
+
 // Before find_pairs, with a barrier of the CTA between.
 __device__ __forceinline__ void clear_counts(Routing& smem) {
 #pragma unroll 1

@@ -13,6 +13,7 @@
 #pragma once
 #include "tile_multiply.cuh"
 #include "tile_routing.cuh"
+#include "tile_waits.cuh"
 
 constexpr int kHidden = WARPRING_HIDDEN;
 constexpr int kIntermediate = WARPRING_INTERMEDIATE;
@@ -165,50 +166,6 @@ struct Args {
     uint16_t* gmem_out;
     int64_t out_stride;
     Shared* gmem_shared;
-};
-
-// Waits for the phase of that parity. A phase that never completes traps rather than hangs.
-__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
-    const uint32_t smem_barrier = smem_address(&barrier);
-    for (uint32_t tries = 0; !mbarrier_try_wait(smem_barrier, parity); ++tries)
-        if (tries > (1u << 22)) __trap();
-}
-
-// The same for a warp of which one lane goes on to what lets the phase after that complete: no lane is left behind.
-__device__ __forceinline__ void wait_warp(uint64_t& barrier, uint32_t parity) {
-    wait(barrier, parity);
-    __syncwarp();
-}
-
-// One arrival for the whole warp, after what its lanes read and wrote.
-__device__ __forceinline__ void arrive_warp(uint64_t& barrier) {
-    __syncwarp();
-    if (threadIdx.x % kLanes == 0) mbarrier_arrive(smem_address(&barrier));
-}
-
-// A place in a ring of stages, and the parity of its barriers there.
-template <int kStagesOfRing>
-struct Turn {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++stage == kStagesOfRing) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// The pairs of an entry.
-struct Wanted {
-    int expert, count;
-    const uint16_t* smem_pairs;
-
-    __device__ __forceinline__ Wanted(const Routing& routing, int entry)
-        : expert(routing.expert[entry]),
-          count(routing.first[entry + 1] - routing.first[entry]),
-          smem_pairs(routing.pairs + routing.first[entry]) {}
 };
 
 // Panels that a unit of down has: where entries are few several, so that there is work for all consumers, but no more

@@ -5,8 +5,6 @@
 #include "sync_ptx.cuh"
 #include "tile_smem.cuh"
 
-constexpr uint64_t kPatienceNs = 20'000'000'000;
-
 // Copies a column of kBytes; lanes share it.
 template <int kBytes>
 __device__ __forceinline__ void fetch_column(uint32_t smem_column, const uint16_t* gmem, int lane) {
@@ -117,15 +115,7 @@ struct Stager {
     // Waits for the activations of `entry`; gives how many entries from it on have theirs.
     __device__ __forceinline__ int wait_for_act(int entry) {
         const uint32_t* gmem_done = args.gmem_shared->panels_done + entry;
-        if (lane == 0) {
-            uint64_t start = 0;
-            for (uint32_t tries = 0; ld_acquire_gpu_u32(gmem_done) != kGateUpPanels; ++tries) {
-                if (tries % 1024 != 0) continue;
-                const uint64_t now = globaltimer_ns();
-                if (tries == 0) start = now;
-                if (now - start > kPatienceNs) __trap();
-            }
-        }
+        if (lane == 0) wait_for_count(gmem_done, kGateUpPanels);
         __syncwarp();
         const bool exists = entry + lane < smem.routing.num_entries;
         const bool there = exists && ld_acquire_gpu_u32(gmem_done + lane) == kGateUpPanels;

@@ -26,6 +26,12 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is of compute capability 9.0, which alone has the products of `wgmma`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
 def arch_of(device_index: int) -> str:
     """NVRTC's name of the GPU's architecture, e.g. "sm_90a".
 

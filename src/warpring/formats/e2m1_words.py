@@ -1,4 +1,4 @@
-"""Words of E2M1 codes that role2 decodes by masks and shifts (`EpMxfp4` in ep_weights.cuh).
+"""Words of E2M1 codes that tensor cores take after masks and shifts, as E4M3 (`operands_of` in e2m1_words.cuh).
 
 Sign and the other three bits of a code are those of an E4M3 number, at the bits that a mask keeps. Half of a
 word's bits are codes in their place. The bits between are such that two shifted words have their exclusive or where the
