@@ -236,6 +236,20 @@ def test_whole_model_is_compared_with_the_classical_path_in_every_bucket() -> No
     assert rows("end-to-end", exact)[0][7:9] == ["1.84", "missed by 0.1 % of 1.84"]
 
 
+def test_tile_times_are_fitted_below_the_largest_batch_which_stands_apart() -> None:
+    """Floors of 10, 20 and 40 us, 3 us + 1.5 floor; then 50 us, which take 2 more than that."""
+    points = [(1, 10, 18.0), (8, 20, 33.0), (32, 40, 63.0), (64, 50, 80.0)]
+    records = [decode(num_tokens=b, unique_bytes=4_000_000 * floor, p50_us=p50_us) for b, floor, p50_us in points]
+    older = decode(num_tokens=8, p50_us=99.0) | {"date": "2020-01-01T00:00:00Z"}
+    others = [decode("warp", num_tokens=8, p50_us=9.0), decode(routing="zipf"), decode(num_tokens=3, p50_us=9.0), older]
+    lines = {tuple(row[:2]): row[2:] for row in rows("fitted", others + records)}
+    assert lines["qwen3-30b-a3b", "mxfp8"] == ["1 to 32", "3.0", "1.50", "0.0", "2.0"]
+    assert lines["qwen3-30b-a3b", "bf16"] == [NOT_MEASURED, *["-"] * 4]
+    lines = {tuple(row[:2]): row[2:] for row in rows("fitted", records[:1] + records[2:3])}
+    assert lines["qwen3-30b-a3b", "mxfp8"] == ["1 to 32", "3.0", "1.50", "0.0", "-"]
+    assert rows("fitted", records[2:])[0][2] == NOT_MEASURED
+
+
 def test_kernels_stand_in_order_with_the_newest_profile_of_each() -> None:
     newer = profile("moe_down_3d_batched", 1) | {"date": "2026-06-01T00:00:00Z", "p50_us": 7.0}
     other = profile("moe_gate_up_3d_batched", 1, model="gpt-oss-120b")

@@ -77,13 +77,14 @@ def groups() -> dict[tuple[str, str, str], list[int]]:
 def most_us(row: BarRow, rec: Record) -> float | None:
     """The time that `row` allows, given the unique bytes and the read peak of `rec`; None where no bar is set."""
     limits = [row.most_us] if row.most_us is not None else []
-    floor = _floor_us(rec)
+    floor = floor_us(rec)
     if row.least_share is not None and floor is not None:
         limits.append(floor / row.least_share)
     return min(limits) if limits else None
 
 
-def _floor_us(rec: Record) -> float | None:
+def floor_us(rec: Record) -> float | None:
+    """Microseconds that the unique bytes of `rec` take at the read peak of its run; None where it has no peak."""
     return rec["unique_bytes"] / rec["read_peak_gbs"] / 1e3 if rec.get("read_peak_gbs") else None
 
 
@@ -130,7 +131,7 @@ def missed(records: Sequence[Record]) -> str:
     rows: list[list[str]] = []
     found = missed_rows(records)
     for row, rec in found:
-        limit, floor = most_us(row, rec) or math.nan, _floor_us(rec)
+        limit, floor = most_us(row, rec) or math.nan, floor_us(rec)
         above = [DASH, DASH] if floor is None else [f"{rec['p50_us'] - floor:.1f}", f"{limit - floor:.1f}"]
         cells = [row.model, row.format, row.routing, str(row.num_tokens), rec["path"], rec["commit"][:7]]
         cells += [f"{rec['p50_us']:.1f}", f"{limit:.1f}", *above]

@@ -19,6 +19,7 @@ from warpring.bench.bar import bar, missed
 from warpring.bench.compared import end_to_end, ncu, peers
 from warpring.bench.cores_tables import CORES_TABLES
 from warpring.bench.ep_tables import EP_TABLES
+from warpring.bench.fitted import fitted
 from warpring.bench.grouped_table import grouped_table
 from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import FORMATS, Record, load, newest
@@ -213,6 +214,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "perplexity": perplexity,
     "bar": bar,
     "bar-missed": missed,
+    "fitted": fitted,
     "peers": peers,
     "end-to-end": end_to_end,
     "ncu": ncu,
