@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from emulated_ranks import Call, Ranks, make_call
-from emulator import run, unusable_reason
+from emulator import guarded, run, unusable_reason
 
 from warpring.expert_parallel.arithmetic import combine, partial_dtype
 from warpring.expert_parallel.flags import Code, Flag
@@ -70,6 +70,14 @@ def test_sum_is_that_of_the_slots_in_order_and_unused_ones_are_not_read(
     assert call.out[num_tokens:].isnan().all()
 
 
+@pytest.mark.parametrize(("topk", "num_shared"), [(31, 1), (32, 1), (32, 8)])
+def test_as_many_slots_as_bits_and_more(topk: int, num_shared: int) -> None:
+    problem = problem_of("fp8", topk, num_shared)
+    call = make_call(problem, 6, torch.Generator().manual_seed(topk + num_shared))
+    partials = finish_call(Ranks(problem), call)
+    assert torch.equal(call.out.view(torch.int16), wanted(problem, call, partials).view(torch.int16))
+
+
 @pytest.mark.parametrize("combine_ctas", [1, 5])
 def test_grid_and_strides_change_no_bit(combine_ctas: int) -> None:
     problem = problem_of("fp8")
@@ -81,6 +89,19 @@ def test_grid_and_strides_change_no_bit(combine_ctas: int) -> None:
     partials = finish_call(ranks, call)
     assert torch.equal(call.out[:5], wanted(problem, call, partials))
     assert wide[:, problem.hidden :].isnan().all()
+
+
+@pytest.mark.parametrize("given", [3, -1, 2**20])
+def test_routing_beyond_the_rows_is_not_looked_at(given: int) -> None:
+    """Slots are looked at before the count is checked: never beyond the rows that there are."""
+    ranks = Ranks(problem_of("fp8"))
+    call = make_call(ranks.problem, 3, torch.Generator().manual_seed(5))
+    call.topk_idx = guarded(call.topk_idx)
+    call.count.fill_(given)
+    ranks.ranks[0].state.poison = int(given != 3)  # as role1 leaves it
+    finish_call(ranks, call)
+    rows = 3 if given == 3 else len(call.out)
+    assert call.out[:rows].isnan().any() == (given != 3)
 
 
 def test_last_cta_moves_the_layer_on_in_every_call() -> None:
@@ -124,5 +145,6 @@ def test_peer_that_is_not_done_is_reported() -> None:
     error = ranks.ranks[0].failure
     assert (error.code, error.flag, error.rank, error.peer) == (Code.TIMEOUT, Flag.DONE, 0, 1)
     assert (error.generation, error.expected, error.seen) == (1, 3, 2)
-    assert ranks.ranks[0].state.poison == 1
+    state = ranks.ranks[0].state
+    assert (state.poison, state.generation, state.block_base) == (1, 0, 0)
     assert call.out[:4].isnan().all()

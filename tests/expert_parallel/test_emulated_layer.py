@@ -5,6 +5,7 @@ Replays with other tokens, routings and counts, against the same arithmetic done
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from emulator import EmulationError, Launch, load, run, unusable_reason
 from moe_inputs import make_inputs
 
 from warpring import ArgumentError, Experts, gpt_oss_swiglu, moe_exact
-from warpring.errors import PeerTimeoutError, PoisonedError, WarpringError
+from warpring.errors import PeerTimeoutError, PoisonedError, WarpringError, WorkspaceBusyError
 from warpring.expert_parallel import call as host
 from warpring.expert_parallel import roles
 from warpring.expert_parallel.arithmetic import run_layer
@@ -339,6 +340,85 @@ def test_a_chain_ends_no_call_before_the_last_cta_of_role1(
 ) -> None:
     """Nobody waits for one without a block: it may come to read the state and claim the workspace behind `done`."""
     run_chain(tmp_path, monkeypatch, load_of_call, [slow])
+
+
+# Of role3, before its loads of the state: a CTA, or a warp whose CTA has said that it has read them.
+_READ = "    const uint64_t generation = params.gmem_state->generation + 1;\n"
+SLOW_CTA = Change("ep_combine", _READ, _SLOW + _READ)
+SLOW_WARP = Change("ep_combine", _READ, _SLOW.replace("- 1 &&", "- 1 && threadIdx.x < 32 &&") + _READ)
+
+
+@EMULATED
+@pytest.mark.parametrize("slow", [SLOW_CTA, SLOW_WARP], ids=["CTA", "warp"])
+def test_role3_moves_the_state_on_when_all_its_warps_have_read_it(
+    slow: Change, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_chain(tmp_path, monkeypatch, NOTHING, [slow])
+
+
+def overwrite(target: torch.Tensor, value: int, *, programmatic: bool = False) -> Launch:
+    """A kernel of the user's, behind a call or between two; it waits for nothing itself."""
+    kernel = load(KernelSpec("overwrite.cu", "overwrite"), HERE)
+    return Launch(kernel, (1, 1, 1), 1, (target, ctypes.c_int32(value)), overlaps_previous=programmatic)
+
+
+@EMULATED
+def test_a_chain_ends_when_role4_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody waits for a CTA of role4 without a block; it reads the count, which whoever comes next may overwrite."""
+    problem = replace(BASE, num_ranks=1, num_experts=2, num_shared=1, max_tokens_per_rank=48)
+    weights = weights_of(problem)
+    ranks = HostRanks(problem, weights, monkeypatch, num_slots=64)
+    begins = "    const uint64_t generation = "
+    Change("ep_shared", begins, _SLOW + begins).write(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    calls = [make_call(problem, count, generator) for count in (8, 48)]
+    calls[0].count = calls[1].count
+    calls[0].count.fill_(8)
+    stream: list[Launch] = []
+    for call in calls:
+        for launch in chained(ranks, 0, call, few=True):
+            spec = launch.kernel.spec
+            changed = (tmp_path / spec.source).exists()
+            stream.append(replace(launch, kernel=load(spec, tmp_path)) if changed else launch)
+        stream.append(overwrite(call.count, 48))
+    run(stream, seed=2, concurrent=True, timeout_s=60)
+    assert failures(ranks) == [None]
+    check_results(problem, weights, calls[1])
+    calls[0].count = torch.tensor([8], dtype=torch.int32)
+    check_results(problem, weights, calls[0])
+
+
+# Of role3, before it reads partial results: a CTA, or a warp of each CTA.
+_SUMS = "    while (unit < num_units) {\n"
+LATE_CTA = Change("ep_combine", _SUMS, _SLOW.replace("blockIdx.x == gridDim.x - 1", "blockIdx.x == 1") + _SUMS)
+LATE_WARP = Change("ep_combine", _SUMS, _SLOW.replace("blockIdx.x == gridDim.x - 1", "threadIdx.x / 32 == 1") + _SUMS)
+
+
+@EMULATED
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("late", [LATE_CTA, LATE_WARP], ids=["CTA", "warp"])
+def test_a_call_that_begins_when_the_state_has_moved_on_is_refused_while_role3_reads(
+    late: Change, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody may order calls like this one. Without an error both have given what they should."""
+    problem = replace(BASE, num_experts=2, num_ranks=1, max_tokens_per_rank=48)
+    weights = weights_of(problem)
+    ranks = HostRanks(problem, weights, monkeypatch, num_slots=64, comm_ctas=3, combine_ctas=4, timeout_ns=10**8)
+    late.write(tmp_path)
+    generator = torch.Generator().manual_seed(seed)
+    calls = [make_call(problem, 48, generator) for _ in range(2)]
+    streams: list[list[Launch]] = [[], [ranks.after_generation(0, 1)]]
+    for stream, call in zip(streams, calls, strict=True):
+        for launch in chained(ranks, 0, call, few=True):
+            spec = launch.kernel.spec
+            changed = (tmp_path / spec.source).exists()
+            stream.append(replace(launch, kernel=load(spec, tmp_path)) if changed else launch)
+    run(*streams, seed=seed, concurrent=True, timeout_s=60)
+    (error,) = failures(ranks)
+    assert error is None or isinstance(error, WorkspaceBusyError)
+    if error is None:
+        for call in calls:
+            check_results(problem, weights, call)
 
 
 @EMULATED

@@ -170,8 +170,9 @@ def test_building_a_layer_launches_every_kernel_where_it_will_run(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     made._warm_up(Problem(128, 64, 4, 2, 1, 8))
     launches = [line.split(" on ") for line in recorder.log if "role" in line]
-    assert [name for name, _ in launches if "role3" not in name] == ["role1", "role2"] * 4
-    places = [("role3", "caller")] * 4 if sequence else [("role3", "caller"), ("early role3", "comm")] * 2
+    assert [name for name, _ in launches if "role3" not in name] == ["role1", "role2"] * 8
+    late, early = [("role3", "caller")] * 2, [("early role3", "comm")] * 2
+    places = late * 4 if sequence else [*late, *early] * 2
     assert [(name, where) for name, where in launches if "role3" in name] == places
 
 
@@ -187,6 +188,21 @@ def test_building_a_layer_that_chains_launches_every_kernel_in_both_places(monke
         *("role1 on comm", "role2 on compute", "role3 on caller", "early role3 on comm"),
         *("programmatic role1 on caller", "programmatic role2 on caller", "programmatic early role3 on caller"),
     }
+
+
+def test_building_a_layer_makes_as_many_calls_whatever_a_rank_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one rank's first calls would meet another's calls without weights."""
+    counts: list[int] = []
+    choices: list[tuple[PartitionMode, bool]] = [("auto", False), ("auto", True), ("green", False), ("streams", False)]
+    for partition, child_graph in choices:
+        recorder = Recorder(shared=False)
+        made = recorded(monkeypatch, recorder, partition=partition, child_graph=child_graph)
+        made._device = torch.device("cpu")
+        made._error, made._timeout = torch.zeros(40, dtype=torch.uint8), 1.0
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        made._warm_up(Problem(128, 64, 4, 2, 1, 8))
+        counts.append(sum("role1" in line for line in recorder.log))
+    assert len(set(counts)) == 1
 
 
 def test_without_shared_experts_there_is_no_role4(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,13 +127,13 @@ class KernelEngine:
     def _warm_up(self, problem: Problem) -> None:
         """Calls without tokens: kernels are loaded in their contexts, and peers seen, before a capture needs it.
 
-        As many on every rank, with role3 in each of its places.
+        As many on every rank, whatever `partition` and `child_graph` are there, with role3 in each of its places.
         """
         no_weights = EpWeights()
         empty = torch.empty(0, problem.hidden, dtype=torch.bfloat16, device=self._device)
         weights = torch.empty(0, problem.topk, device=self._device)
         for dtype in INDEX_DTYPES:
-            for few, chained in product((False, True), (False, True) if self._chains else (False,)):
+            for few, chained in product((False, True), (False, self._chains)):
                 call = Call(empty, weights.to(dtype), weights, None, 0, None)
                 self._start_roles(call, no_weights, chained=chained)
                 self._join_roles(call, no_weights, empty, few=few)

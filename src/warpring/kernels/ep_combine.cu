@@ -96,12 +96,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     // While role2 runs: what slots the first unit has, and the state read by all, so that little is left behind `done`.
     int unit = blockIdx.x * kThreads + threadIdx.x;
     Slots used = unit < count.limit * kUnits ? slots_of(unit) : 0;
-    const bool advances = threadIdx.x == kThreads - 1 && poison == 0 && is_last_to_read(state, generation);
-    bool failed = false;
+    // One thread speaks for all of its CTA, who read the state each for itself: what they read goes into the barrier.
+    const bool was_poisoned = __syncthreads_or(poison != 0 || generation == 0);
+    const bool advances = threadIdx.x == kThreads - 1 && !was_poisoned && is_last_to_read(state, generation);
+    bool failed = was_poisoned;
     if (threadIdx.x < params.peers.num_ranks)
         failed = !wait_at_least_sys(sync, kDone, threadIdx.x, done_of(params, region, threadIdx.x),
                                     generation * params.compute_ctas);
-    const bool poisoned = __syncthreads_or(failed || poison != 0);
+    const bool poisoned = __syncthreads_or(failed);
     const int num_units = (count.is_refused() ? count.limit : count.given) * kUnits;
     const uint64_t num_blocks = advances ? ld_relaxed_gpu_b128(plan_packet(params, 0)).y : 0;
     while (unit < num_units) {
