@@ -64,8 +64,8 @@ EP_TIMEOUT = 60.0
 EP_MODES: tuple[Literal["sequence", "streams"], ...] = ("sequence", "streams")
 #: Lines of a log: of the sanitizer's own, and of the end.
 OWN_LINES, LAST_LINES = 60, 20
-#: What the kernels of each part that use shared memory have in their names: racecheck looks at no others.
-PARTS = {"decode": ("moe_", "expand_"), "expert_parallel": ("ep_",)}
+#: What the kernels of each part have in their names: the tools look at no others, torch's above all.
+PARTS = {"decode": ("moe_", "expand_", "grouped_"), "expert_parallel": ("ep_",)}
 
 
 def run_decode(formats: Sequence[str], sizes: Sequence[int]) -> None:
@@ -182,9 +182,8 @@ def sanitize(sanitizer: str, part: str, args: argparse.Namespace) -> tuple[str, 
     worst = 0
     for tool in args.tool:
         command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
-        if tool == "racecheck":
-            names = args.kernels or PARTS[part]
-            command += [word for name in names for word in ("--kernel-name", f"kernel_substring={name}")]
+        names = args.kernels or PARTS[part]
+        command += [word for name in names for word in ("--kernel-name", f"kernel_substring={name}")]
         inside = [sys.executable, __file__, part, *which, "--inside"]
         variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         said, code = bounded([*command, *inside], variables, args.seconds)
@@ -207,7 +206,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="that a tool may take (default: as long as it likes)"
     )
-    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="that racecheck looks at (default: all of ours)")
+    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="to look at (default: all of ours)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="a folder for the logs")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
