@@ -45,7 +45,7 @@ def test_some_layers_of_expert_parallelism_alone(
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "expert_parallel", "--layers", last, "--inside"])
     assert script["main"]() == 0
     assert "ran 8 layers of expert parallelism" in capsys.readouterr().out
-    args = script["argparse"].Namespace(tool=["memcheck"], layers=[last], seconds=None)
+    args = script["argparse"].Namespace(tool=["memcheck"], layers=[last], seconds=None, kernels=None)
     assert f"expert_parallel --layers {last} --inside" in script["sanitize"]("/bin/true", "expert_parallel", args)[0]
 
 
@@ -53,7 +53,7 @@ def test_a_tool_that_takes_too_long_is_ended_with_what_it_started(script: dict[s
     fake = tmp_path / "sanitizer"
     fake.write_text("#!/bin/sh\necho begun\nsleep 300 &\necho $! > $0.child\nwait\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    args = script["argparse"].Namespace(tool=["memcheck"], layers=["any"], seconds=1.0)
+    args = script["argparse"].Namespace(tool=["memcheck"], layers=["any"], seconds=1.0, kernels=["ep_dispatch"])
     log, code = script["sanitize"](str(fake), "expert_parallel", args)
     assert code == 124
     assert log.splitlines()[2:] == ["begun", "ended after 1 s", "exit code 124"]
@@ -95,7 +95,7 @@ def test_log_has_every_tool_and_the_worst_exit_code_counts(
     assert re.findall(r"^\$ compute-sanitizer --tool (\w+)", log, re.MULTILINE) == ["memcheck", "racecheck"]
     assert log.count(f"exit code {code}") == 2
     assert log.count("cached 1 --tool") == 2
-    assert log.count("kernel_substring=ep_") == 2  # the command and its echo
+    assert log.count("kernel_substring=ep_") == 4  # of each tool the command and its echo
     assert not (tmp_path / "sanitizer.log").exists()
 
 
@@ -107,7 +107,7 @@ def test_some_of_the_formats_and_sizes_reach_the_run_inside(
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "decode", "--formats", "mxfp8", "--sizes", "2", "0", "--inside"])
     assert script["main"]() == 0
     assert ran == [(["mxfp8"], [2, 0])]
-    args = script["argparse"].Namespace(tool=["memcheck"], formats=["mxfp8"], sizes=[2, 0], seconds=None)
+    args = script["argparse"].Namespace(tool=["memcheck"], formats=["mxfp8"], sizes=[2, 0], seconds=None, kernels=None)
     log, code = script["sanitize"]("/bin/true", "decode", args)
     assert code == 0
     assert "python bench/sanitize.py decode --formats mxfp8 --sizes 2 0 --inside" in log
@@ -118,3 +118,11 @@ def test_unknown_part_is_refused(script: dict[str, Any], monkeypatch: pytest.Mon
     with pytest.raises(SystemExit) as stop:
         script["main"]()
     assert stop.value.code == 2
+
+
+def test_a_log_keeps_the_sanitizers_own_first_lines_and_the_end(script: dict[str, Any]) -> None:
+    own, last = script["OWN_LINES"], script["LAST_LINES"]
+    fault = [f"========= line {i}" for i in range(own + 5)]
+    other = [f"ours {i}" for i in range(3 * last)]
+    assert script["told"]([*fault, *other]) == [*fault[:own], *other[-last:]]
+    assert script["told"](fault[:3]) == fault[:3]
