@@ -148,6 +148,14 @@ SCHEMA: dict[str, dict[str, Field]] = {
         "spill_bytes": _INT,
         "stalls": _STR,
     },
+    "resources": {
+        "arch": _STR,
+        "kernel": _STR,
+        "form": _STR,
+        "registers": _INT,
+        "smem_bytes": _INT,
+        "spill_bytes": _INT,
+    },
     "expert_parallel": {
         **_EP_LAYER,
         "tokens_per_rank": _INT,
@@ -205,6 +213,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "accuracy": ("model", "format", "path", "num_tokens", "inputs", "cosine_min", "max_abs_diff", "rms_rel_error"),
     "end_to_end": ("model", "format", "batch", "tokens_per_s"),
     "profile": ("model", "format", "path", "num_tokens", "kernel", "p50_us", "dram_gbs", "registers", "spill_bytes"),
+    "resources": ("model", "format", "arch", "kernel", "registers", "smem_bytes", "spill_bytes", "cuda"),
     "expert_parallel": ("model", "format", "num_ranks", "tokens_per_rank", "p50_us"),
     "ep_verify": ("model", "format", "num_ranks", "case", "repeats", "tokens", "cosine_min", "exact_cosine_min", "met"),
     "soak": ("model", "format", "num_ranks", "repeats", "checks", "cosine_min", "changed_values", "device_bytes"),

@@ -23,6 +23,7 @@ from warpring.bench.fitted import fitted
 from warpring.bench.grouped_table import grouped_table
 from warpring.bench.markdown import BATCHES, DASH, NOT_MEASURED, markdown, on_latest_gpu, provenance
 from warpring.bench.records import FORMATS, Record, load, newest
+from warpring.bench.resources import resources
 from warpring.bench.shared import shared_table
 from warpring.bench.vocabulary import vocabulary
 from warpring.errors import ArgumentError
@@ -218,6 +219,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "peers": peers,
     "end-to-end": end_to_end,
     "ncu": ncu,
+    "resources": resources,
     "shared": shared_table,
     "grouped": grouped_table,
     "records": vocabulary,

@@ -14,6 +14,7 @@ ABOUT: dict[str, str] = {
     "accuracy": "a path's output against FP64, one batch",
     "end_to_end": "a whole model's step, one batch and context",
     "profile": "one kernel of a layer under Nsight Compute",
+    "resources": "one form of a kernel as `cuda`'s compiler left it, without a GPU; `smem_bytes` of a CTA in all",
     "expert_parallel": "a layer over several ranks, one variant or peer, one count of tokens a rank; the "
     "slowest rank's time",
     "ep_verify": "one case of an expert-parallel layer against the same arithmetic done rank-locally (`cosine_min`) "
