@@ -1,6 +1,7 @@
-"""Draw docs/img/*.svg: a plot a format of the standard rows (decode.jsonl), one a layer beside peers (peers.jsonl), one
-a layer on CPU cores (decode_cpu.jsonl), the ablation of our own paths (every *.jsonl beside decode.jsonl that has their
-records), and expert-parallel layers with their ablation (expert_parallel.jsonl).
+"""Draw docs/img/*.svg: a plot a format of the standard rows and the ablation of our own paths (every *.jsonl beside
+decode.jsonl that has their records), one a layer beside peers (peers.jsonl), one a layer on CPU cores
+(decode_cpu.jsonl), a whole model against its context, and expert-parallel layers with their ablation
+(expert_parallel.jsonl).
 
 PYTHONPATH=src python bench/plots.py [--output FOLDER]
 """
@@ -15,6 +16,7 @@ from warpring.bench import ep_plots
 from warpring.bench.ablation import PATHS, plot_ablation
 from warpring.bench.compared import PEER_LAYERS
 from warpring.bench.cores_tables import MODELS, plotted
+from warpring.bench.end_to_end_plot import factors, plot_end_to_end
 from warpring.bench.ep_points import BAR_MODELS
 from warpring.bench.plots import plot_decode
 from warpring.bench.records import Record, load
@@ -29,7 +31,7 @@ def main() -> int:
     parser.add_argument("--peers", type=Path, default=ROOT / "bench" / "results" / "peers.jsonl")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "img")
     args = parser.parse_args()
-    records = load(args.results)
+    records = [rec for path in sorted(args.results.parent.glob("*.jsonl")) for rec in load(path)]
     plots = {f"decode-{DECODE_MODEL}-{f}": list(decode_records(records, (f,)).values()) for f in DECODE_FORMATS}
     beside = load(args.peers)
     for layer in PEER_LAYERS:
@@ -41,11 +43,15 @@ def main() -> int:
         if points:
             plot_decode(points, target)
         print(f"{target}: {f'{len(points)} points' if points else 'no records, not drawn'}")
-    own = ablation_records([rec for path in sorted(args.results.parent.glob("*.jsonl")) for rec in load(path)])
+    own = ablation_records(records)
     target = args.output / f"ablation-{DECODE_MODEL}.svg"
     if own:
         plot_ablation(own, target)
     print(f"{target}: {f'{len(own)} points' if own else 'no records, not drawn'}")
+    target, buckets = args.output / f"end-to-end-{DECODE_MODEL}.svg", factors(records, ("classical",))
+    if buckets:
+        plot_end_to_end(records, target)
+    print(f"{target}: {f'{len(buckets)} curves' if buckets else 'no records, not drawn'}")
     draw_expert_parallel(load(args.results.parent / "expert_parallel.jsonl"), args.output)
     return 0
 

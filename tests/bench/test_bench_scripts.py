@@ -96,7 +96,7 @@ def test_plots_script_draws_what_was_measured_by_format_and_beside_peers(
         "ep-deepseek-v4-flash.svg",
         "peers-qwen3-30b-a3b-bf16.svg",
     ]
-    assert capsys.readouterr().out.count("no records, not drawn") == 8
+    assert capsys.readouterr().out.count("no records, not drawn") == 9
 
 
 def test_grouped_script_measures_decode_paths_up_to_a_batch_and_grouped_ones_at_every_batch(

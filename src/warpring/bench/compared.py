@@ -25,6 +25,7 @@ DECODE_BATCHES, CONTEXTS = (1, 4, 8, 16, 32), (1 << 10, 4 << 10, 16 << 10, 32 <<
 LEAST_FACTOR = {1: 1.84, 4: 1.84, 8: 1.84, 32: 1.0}
 #: One layout of weights serves every batch under "auto"; a server of few sequences may keep them row-major instead.
 OUR_FORMS = ("auto", "warp")
+THEIR_FORMS = ("transformers_grouped_mm", "transformers_batched_mm")
 
 
 def peers(records: Sequence[Record]) -> str:
@@ -65,21 +66,25 @@ def _times(rec: Record | None, best: Record | None) -> str:
     return f"{rec['p50_us']:.1f}" + ("" if best is None else f" ({rec['p50_us'] / best['p50_us']:.2f} x)")
 
 
+def whole_models(records: Sequence[Record]) -> dict[tuple[int, int], dict[str, Record]]:
+    """(batch, context) -> form -> newest record, on the GPU that was measured last."""
+    whole = [rec for rec in records if rec["bench"] == "end_to_end" and "gpu" in rec and "context" in rec]
+    found: dict[tuple[int, int], dict[str, Record]] = {}
+    for rec in newest(on_latest_gpu(whole), ("batch", "context", "impl", "path")):
+        found.setdefault((rec["batch"], rec["context"]), {})[rec.get("path", rec["impl"])] = rec
+    return found
+
+
 def end_to_end(records: Sequence[Record]) -> str:
     """A row a batch and context: tokens a second of each form, factors over the classical path, shares of `auto`."""
-    whole = [rec for rec in records if rec["bench"] == "end_to_end" and "gpu" in rec]
-    points = newest(on_latest_gpu(whole), ("batch", "context", "impl", "path"))
+    points = whole_models(records)
     used: list[Record] = []
     rows: list[list[str]] = []
-    forms = (*OUR_FORMS, "classical", "transformers_grouped_mm", "transformers_batched_mm")
+    forms = (*OUR_FORMS, "classical", *THEIR_FORMS)
     for batch in DECODE_BATCHES:
         for context in CONTEXTS:
-            found = {
-                rec.get("path", rec["impl"]): rec
-                for rec in points
-                if (rec["batch"], rec["context"]) == (batch, context)
-            }
-            rates = {name: _rate(rec) for name, rec in found.items()}
+            found = points.get((batch, context), {})
+            rates = {name: rate(rec) for name, rec in found.items()}
             used += found.values()
             rows.append(
                 [
@@ -106,17 +111,17 @@ def end_to_end(records: Sequence[Record]) -> str:
     return markdown(header, rows) + provenance(used)
 
 
-def _rate(rec: Record) -> float:
+def rate(rec: Record) -> float:
     """Tokens a second: of the step's time, since the record's own rate is rounded to less than the verdicts need."""
     return rec["batch"] / rec["p50_us"] * 1e6 if "p50_us" in rec else rec["tokens_per_s"]
 
 
 def _factor(rates: Mapping[str, float], ours: Sequence[str], batch: int) -> list[str]:
     """Rate of the fastest of `ours` over the classical path's, and whether it is as large as it must be."""
-    rate = max((rates[name] for name in ours if name in rates), default=None)
-    if rate is None or "classical" not in rates:
+    best = max((rates[name] for name in ours if name in rates), default=None)
+    if best is None or "classical" not in rates:
         return [DASH, DASH]
-    factor, least = rate / rates["classical"], LEAST_FACTOR.get(batch)
+    factor, least = best / rates["classical"], LEAST_FACTOR.get(batch)
     verdict = (
         DASH
         if least is None
