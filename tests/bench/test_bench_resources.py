@@ -32,13 +32,14 @@ def test_table_has_the_range_of_a_kernels_forms_in_the_last_run_of_each_layer() 
             compiled("moe_tile", registers=96, smem_bytes=1024, spill_bytes=8, date=later),
             compiled("moe_down", date=later),
             compiled("moe_tile", format="bf16", commit="def"),
+            compiled("moe_down", format="bf16", commit="def"),
         ]
     )
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| qwen")]
     assert lines == [
-        ["qwen3-30b-a3b", "bf16", "moe_tile", "1", "96", "2.0", "0"],
-        ["qwen3-30b-a3b", "mxfp8", "moe_tile", "2", "96 to 118", "1.0 to 2.0", "8"],
-        ["qwen3-30b-a3b", "mxfp8", "moe_down", "1", "96", "2.0", "0"],
+        ["qwen3-30b-a3b", "moe_tile", "bf16", "1", "96", "2.0", "0"],
+        ["qwen3-30b-a3b", "moe_tile", "mxfp8", "2", "96 to 118", "1.0 to 2.0", "8"],
+        ["qwen3-30b-a3b", "moe_down", "bf16, mxfp8", "1", "96", "2.0", "0"],
     ]
     assert table.endswith("\nCompiled for sm_90a by NVRTC 13.0; 2026-05-01, 2026-06-01; commit abc, def.\n")
 

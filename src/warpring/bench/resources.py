@@ -11,23 +11,28 @@ _LAYER = ("model", "format", "arch")
 
 
 def resources(records: Sequence[Record]) -> str:
-    """A row a kernel of each layer: how many forms of it there are, and the least and most that these take."""
-    groups: dict[tuple[str, ...], list[Record]] = {}
+    """A row a kernel of each layer, one for all formats in which it takes the same: how many forms of it there are, and
+    the least and most that these take."""
+    forms: dict[tuple[str, str, str], list[Record]] = {}
     found = _latest([rec for rec in records if rec["bench"] == "resources"])
     for rec in sorted(found, key=lambda rec: (rec["model"], FORMATS.index(rec["format"]))):
-        groups.setdefault((rec["model"], rec["format"], rec["kernel"]), []).append(rec)
+        forms.setdefault((rec["model"], rec["kernel"], rec["format"]), []).append(rec)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (model, kernel, format), recs in forms.items():
+        alike.setdefault((model, kernel, *_taken(recs)), []).append(format)
+    kernels = list(dict.fromkeys(key[:2] for key in alike))
     rows = [
-        [
-            *key,
-            str(len(forms)),
-            _range(str(rec["registers"]) for rec in sorted(forms, key=lambda rec: rec["registers"])),
-            _range(f"{rec['smem_bytes'] / 1024:.1f}" for rec in sorted(forms, key=lambda rec: rec["smem_bytes"])),
-            str(max(rec["spill_bytes"] for rec in forms)),
-        ]
-        for key, forms in groups.items()
+        [key[0], key[1], ", ".join(formats), *key[2:]]
+        for key, formats in sorted(alike.items(), key=lambda item: kernels.index(item[0][:2]))
     ] or [[NOT_MEASURED] + [DASH] * 6]
-    header = ("model", "format", "kernel", "forms", "registers", "shared KiB", "spilled bytes")
+    header = ("model", "kernel", "formats", "forms", "registers", "shared KiB", "spilled bytes")
     return markdown(header, rows) + _compiled(found)
+
+
+def _taken(recs: Sequence[Record]) -> list[str]:
+    registers, smem = (sorted(rec[name] for rec in recs) for name in ("registers", "smem_bytes"))
+    spilled = max(rec["spill_bytes"] for rec in recs)
+    return [str(len(recs)), _range(map(str, registers)), _range(f"{size / 1024:.1f}" for size in smem), str(spilled)]
 
 
 def _latest(records: Sequence[Record]) -> list[Record]:
