@@ -334,8 +334,8 @@ def test_slabs_are_for_shapes_and_gpus_that_have_the_kernel(monkeypatch: pytest.
         ("mxfp4", SLAB_MOST_COLS + 64, 64),
     ):
         assert not has_slabs(format, hidden, intermediate)
-    assert suits_slabs("mxfp4", 4096, 1536, 64)
-    for shape in (("mxfp4", 4096, 1472, 64), ("mxfp4", 4096, 1536, 63), ("mxfp8", 4096, 1536, 64)):
+    assert suits_slabs("mxfp4", 2880, 2880)
+    for shape in (("mxfp4", 2880, 2752), ("mxfp8", 2880, 2880), ("mxfp4", 2912, 2880)):
         assert not suits_slabs(*shape)
     experts = make_inputs(1, 128, 64, 2, 1, format="mxfp4", seed=13).experts
     narrow = make_inputs(1, 96, 64, 2, 1, format="mxfp4", seed=13).experts
@@ -343,7 +343,6 @@ def test_slabs_are_for_shapes_and_gpus_that_have_the_kernel(monkeypatch: pytest.
     monkeypatch.setattr(layout, "is_hopper", lambda device: True)
     assert not pack_experts(experts).in_slabs  # small
     monkeypatch.setattr(slabs, "SLAB_LEAST_WEIGHTS", 128 * 64)
-    monkeypatch.setattr(slabs, "SLAB_LEAST_EXPERTS", 2)
     assert pack_experts(experts).in_slabs
     assert not pack_experts(experts, in_slabs=False).in_slabs
     assert not pack_experts(narrow).in_slabs

@@ -393,8 +393,8 @@ def pack_experts(experts: Experts, shared: Experts | None = None, *, in_slabs: b
     """
     slabs = has_slabs(experts.format, experts.hidden, experts.intermediate)
     if in_slabs is None:
-        shape = (experts.hidden, experts.intermediate, experts.num_experts)
-        in_slabs = suits_slabs(experts.format, *shape) and is_hopper(experts.device)
+        suits = suits_slabs(experts.format, experts.hidden, experts.intermediate)
+        in_slabs = suits and is_hopper(experts.device)
     elif in_slabs and not slabs:
         raise ArgumentError(
             f"pack_experts: in_slabs takes mxfp4 whose sizes divide by {BLOCK_COLS} and are at most {SLAB_MOST_COLS}; "

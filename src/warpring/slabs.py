@@ -24,8 +24,8 @@ PIECE_BYTES = 544
 _CODE_BYTES = 512
 #: Widths of a layer, at most: an activation's row has a place in shared memory beside the weights.
 SLAB_MOST_COLS = 7168
-#: A layer that gains by slabs: weights of a matrix of an expert, and experts, at least.
-SLAB_LEAST_WEIGHTS, SLAB_LEAST_EXPERTS = 6 << 20, 64
+#: Hidden times intermediate of a layer that gains by slabs, at least.
+SLAB_LEAST_WEIGHTS = 8_000_000
 #: Where the last scale's field is: one bit of it round the word's end.
 _SHIFTS = (23, 15, 7)
 
@@ -36,14 +36,12 @@ def has_slabs(format: str, hidden: int, intermediate: int) -> bool:
     return format == "mxfp4" and fits
 
 
-def suits_slabs(format: str, hidden: int, intermediate: int, num_experts: int) -> bool:
-    """Whether a batch is decoded faster from slabs: of experts that are large, and many, so that each gets few tokens.
+def suits_slabs(format: str, hidden: int, intermediate: int) -> bool:
+    """Whether every batch up to 64 tokens is decoded faster from slabs: that of large experts.
 
-    With small ones the start and the end of a layer take longer than slabs save, and an expert of more than 8 tokens is
-    read again for each 8 (docs/kernels.md has the figures).
+    With small ones the start and the end of a layer take longer than slabs save (docs/kernels.md has the figures).
     """
-    large = hidden * intermediate >= SLAB_LEAST_WEIGHTS and num_experts >= SLAB_LEAST_EXPERTS
-    return has_slabs(format, hidden, intermediate) and large
+    return has_slabs(format, hidden, intermediate) and hidden * intermediate >= SLAB_LEAST_WEIGHTS
 
 
 def slabs_of(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -148,3 +148,12 @@ def test_peer_that_is_not_done_is_reported() -> None:
     state = ranks.ranks[0].state
     assert (state.poison, state.generation, state.block_base) == (1, 0, 0)
     assert call.out[:4].isnan().all()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_where_a_peer_and_so_the_own_rank_are_not_done_the_peer_is_named(seed: int) -> None:
+    problem = problem_of("fp8")
+    ranks = Ranks(problem, timeout_ns=10**6)
+    finish_call(ranks, make_call(problem, 4, torch.Generator().manual_seed(1)), done=[2, 2], seed=seed)
+    error = ranks.ranks[0].failure
+    assert (error.code, error.flag, error.rank, error.peer) == (Code.TIMEOUT, Flag.DONE, 0, 1)

@@ -201,7 +201,7 @@ def specs_of(shape: LayerShape, format: str, index_dtype: torch.dtype, arch: str
 
     sizes, gate_fn = (shape.hidden, shape.intermediate, shape.num_experts), shape.activation.gate_fn
     rows = [] if format == "bf16" else [expand.rows_spec(format, cols) for cols in sizes[:2]]
-    in_slabs = arch == tile_wgmma.ARCH and suits_slabs(format, *sizes)  # as `pack_experts` decides on such a GPU
+    in_slabs = arch == tile_wgmma.ARCH and suits_slabs(format, *sizes[:2])  # as `pack_experts` decides on such a GPU
     kernel, order = (tile_wgmma, f"{format}_slabs") if in_slabs else (tile, format)
     own = arch == grouped_gemm.ARCH
     if own:

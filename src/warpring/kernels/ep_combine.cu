@@ -100,8 +100,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const bool was_poisoned = __syncthreads_or(poison != 0 || generation == 0);
     const bool advances = threadIdx.x == kThreads - 1 && !was_poisoned && is_last_to_read(state, generation);
     bool failed = was_poisoned;
+    // This rank's own kernels are waited for twice as long: what keeps them back is a peer that is missing.
+    const int peer = int(threadIdx.x) == params.peers.rank ? -1 : int(threadIdx.x);
     if (threadIdx.x < params.peers.num_ranks)
-        failed = !wait_at_least_sys(sync, kDone, threadIdx.x, done_of(params, region, threadIdx.x),
+        failed = !wait_at_least_sys(sync, kDone, peer, done_of(params, region, threadIdx.x),
                                     generation * params.compute_ctas);
     const bool poisoned = __syncthreads_or(failed);
     const int num_units = (count.is_refused() ? count.limit : count.given) * kUnits;
