@@ -62,7 +62,7 @@ class Cubin:
         arch: e.g. "sm_90a".
         code: the cubin.
         registers: registers a thread.
-        spill_bytes: bytes of spill stores and loads, 0 in every kernel we ship.
+        spill_bytes: bytes of spill stores and loads; docs/kernels.md has a table of them.
         smem_bytes: static shared memory a CTA.
     """
 
