@@ -11,6 +11,7 @@ import pytest
 import torch
 from emulator import Launch, emulated_gpu, guarded, load, unusable_reason, write_changed
 from emulator import run as run_launches
+from layer_checks import check_unused_slots_duplicates_and_foreign_ids, with_nan
 from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
 
 from warpring import (
@@ -137,17 +138,7 @@ def test_every_width_and_several_blocks_of_an_expert(format: str) -> None:
 @CONFIGS
 def test_unused_slots_duplicates_and_foreign_ids(config: Config) -> None:
     inputs = make_inputs(5, *SHAPE, bias=True, seed=14)
-    inputs.topk_idx[0, 1] = -1
-    inputs.topk_idx[1] = -1
-    inputs.topk_idx[2] = 3
-    inputs.topk_weights[inputs.topk_idx < 0] = torch.nan
-    y = run(inputs, config, seed=3)
-    assert rms_rel_error(y, moe_exact(*inputs.args())) < 4e-3
-    assert (y[1] == 0).all()
-    for bad in (6, 2**31 - 1, 2**40, -2, -(2**40)):
-        foreign = replace(inputs, topk_idx=inputs.topk_idx.clone())
-        foreign.topk_idx[0, 1] = bad
-        assert torch.equal(run(foreign, config), y)
+    check_unused_slots_duplicates_and_foreign_ids(lambda inputs, seed: run(inputs, config, seed=seed), inputs)
 
 
 @EMULATED
@@ -161,15 +152,9 @@ def test_nobody_wants_an_expert() -> None:
 
 @EMULATED
 def test_nan_in_a_weight_or_in_x_stays_where_it_belongs() -> None:
-    inputs = make_inputs(9, *SHAPE, seed=15)
-    inputs.topk_idx[:] = torch.arange(9)[:, None] % 2 + torch.tensor([0, 2, 4])
+    inputs, expected = with_nan(make_inputs(9, *SHAPE, seed=15))
     inputs.experts.w2.data.view(torch.uint8)[1, 17, 5] = 0x7F
-    inputs.x[4, 3] = torch.nan
-    y = run(inputs, seed=4)
-    expected = torch.zeros_like(y, dtype=torch.bool)
-    expected[1::2, 17] = True
-    expected[4] = True
-    assert torch.equal(y.isnan(), expected)
+    assert torch.equal(run(inputs, seed=4).isnan(), expected)
 
 
 @EMULATED

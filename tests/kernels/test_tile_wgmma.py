@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import EmulationError, emulated_gpu, guarded, unusable_reason
+from layer_checks import check_unused_slots_duplicates_and_foreign_ids, with_nan
 from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
 
 from warpring import GELU_TANH, SILU, Activation, Experts, clipped_swiglu, gpt_oss_swiglu, moe_exact, pack_experts
@@ -112,32 +113,16 @@ def test_sizes_of_a_model() -> None:
 @EMULATED
 @pytest.mark.parametrize("num_tokens", [5, 12])
 def test_unused_slots_duplicates_and_foreign_ids(num_tokens: int) -> None:
-    inputs = make(num_tokens, bias=True, seed=14)
-    inputs.topk_idx[0, 1] = -1
-    inputs.topk_idx[1] = -1
-    inputs.topk_idx[2] = 3
-    inputs.topk_weights[inputs.topk_idx < 0] = torch.nan
-    y = run(inputs, seed=3)
-    assert rms_rel_error(y, moe_exact(*inputs.args())) < 4e-3
-    assert (y[1] == 0).all()
-    for bad in (6, 2**31 - 1, 2**40, -2, -(2**40)):
-        foreign = Inputs(inputs.x, inputs.experts, inputs.topk_idx.clone(), inputs.topk_weights)
-        foreign.topk_idx[0, 1] = bad
-        assert torch.equal(run(foreign), y)
+    check_unused_slots_duplicates_and_foreign_ids(run, make(num_tokens, bias=True, seed=14))
 
 
 @EMULATED
 @pytest.mark.parametrize("num_tokens", [7, 12])
 def test_nan_in_a_weight_or_in_x_stays_where_it_belongs(num_tokens: int) -> None:
-    inputs = make(num_tokens, seed=15)
-    inputs.topk_idx[:] = torch.arange(num_tokens)[:, None] % 2 + torch.tensor([0, 2, 4])
+    inputs, expected = with_nan(make(num_tokens, seed=15))
     inputs.experts.w2.scale[1, 17, 5] = 255
-    inputs.x[4, 3] = torch.nan
     inputs.x[2, 300] = torch.inf
     y = run(inputs, seed=4)
-    expected = torch.zeros_like(y, dtype=torch.bool)
-    expected[1::2, 17] = True
-    expected[4] = True
     finite = torch.arange(num_tokens) != 2
     assert torch.equal(y.isnan()[finite], expected[finite])
     assert not y[2].isfinite().any()

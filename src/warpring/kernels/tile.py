@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -310,6 +311,17 @@ def precompile(packed: PackedExperts, topk: int, index_dtype: torch.dtype, devic
         load(spec, index)
 
 
+def input_arguments(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, shared_weights: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """What a tile kernel is handed first: rows and strides of a batch, and how many there are."""
+    rows: list[Any] = []
+    for matrix in (x, topk_idx, topk_weights):
+        rows += [matrix.data_ptr(), matrix.stride(0)]
+    rows += [pointer(shared_weights), 0 if shared_weights is None else shared_weights.stride(0)]
+    return (*rows, int32(len(x)))
+
+
 def moe_tile(
     x: torch.Tensor,
     packed: PackedExperts,
@@ -367,15 +379,7 @@ def _launch(
                 (num_sms, 1, 1),
                 32 * _warps(sizes, config),
                 (
-                    x.data_ptr(),
-                    x.stride(0),
-                    topk_idx.data_ptr(),
-                    topk_idx.stride(0),
-                    topk_weights.data_ptr(),
-                    topk_weights.stride(0),
-                    pointer(shared_weights),
-                    0 if shared_weights is None else shared_weights.stride(0),
-                    int32(len(x)),
+                    *input_arguments(x, topk_idx, topk_weights, shared_weights),
                     packed.w13.records.data_ptr(),
                     packed.w13.matrix_scale.data_ptr(),
                     pointer(packed.w13.row_scale),

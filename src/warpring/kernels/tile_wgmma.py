@@ -14,11 +14,11 @@ import torch
 
 from warpring.errors import UnsupportedError
 from warpring.formats import ceil_div
-from warpring.kernels.tile import CTA_SMEM_BYTES, MAX_PAIRS, Sizes, sizes_of
+from warpring.kernels.tile import CTA_SMEM_BYTES, MAX_PAIRS, Sizes, input_arguments, sizes_of
 from warpring.layout import PackedExperts
 from warpring.runtime.device import HOPPER, index_of, is_hopper
 from warpring.runtime.jit import KernelSpec
-from warpring.runtime.launch import float32, int32, launch, load, pointer
+from warpring.runtime.launch import float32, launch, load, pointer
 from warpring.runtime.workspace import scratch, zeroed
 from warpring.slabs import BLOCK_COLS, PIECE_BYTES, SLAB_PANELS
 
@@ -222,15 +222,7 @@ def _launch(
                 (num_sms, 1, 1),
                 32 * _WARPS,
                 (
-                    x.data_ptr(),
-                    x.stride(0),
-                    topk_idx.data_ptr(),
-                    topk_idx.stride(0),
-                    topk_weights.data_ptr(),
-                    topk_weights.stride(0),
-                    pointer(shared_weights),
-                    0 if shared_weights is None else shared_weights.stride(0),
-                    int32(len(x)),
+                    *input_arguments(x, topk_idx, topk_weights, shared_weights),
                     packed.w13.records.data_ptr(),
                     packed.w13.matrix_scale.data_ptr(),
                     pointer(packed.w13_bias),
