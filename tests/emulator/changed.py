@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from warpring.runtime.jit import KERNEL_DIR
 
 
-def write_changed(directory: Path, prefix: str, changes: Iterable[tuple[str, str]]) -> None:
-    """All kernels' sources to `directory`, with each of the changes in those whose names begin with `prefix`.
+def write_changed(directory: Path, names: str, changes: Iterable[tuple[str, str]]) -> None:
+    """All kernels' sources to `directory`, with each of the changes in those whose names match.
 
     Args:
         directory: for `emulated_gpu` and `load`.
-        prefix: of the files' names.
+        names: a regular expression for the beginning of the files' names.
         changes: what is taken out, which must be there once in all of them together, and what takes its place.
     """
     found = dict.fromkeys(changes, 0)
     for path in (*KERNEL_DIR.glob("*.cu"), *KERNEL_DIR.glob("*.cuh")):
         source = path.read_text()
-        if path.name.startswith(prefix):
+        if re.match(names, path.name):
             for removed, instead in found:
                 found[removed, instead] += source.count(removed)
                 source = source.replace(removed, instead)

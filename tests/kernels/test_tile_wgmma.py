@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import EmulationError, emulated_gpu, guarded, unusable_reason
+from emulator import EmulationError, emulated_gpu, guarded, unusable_reason, write_changed
 from layer_checks import check_unused_slots_duplicates_and_foreign_ids, with_nan
 from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
 
@@ -343,22 +343,9 @@ SHARED_MUTATIONS = {
 }
 
 
-def write_mutated(directory: Path, places: dict[str, str]) -> None:
-    """The kernel's sources with each of `places`, which is there once, replaced."""
-    found = 0
-    for path in (KERNEL_DIR / "tile_wgmma.cu", *KERNEL_DIR.glob("*.cuh")):
-        source = path.read_text()
-        if path.name.startswith(("tile_wgmma", "tile_waits")):
-            for removed, instead in places.items():
-                found += source.count(removed)
-                source = source.replace(removed, instead)
-        (directory / path.name).write_text(source)
-    assert found == len(places)
-
-
 def shows(places: dict[str, str], tmp_path: Path, cases: dict[tuple[int, Config], int], seeds: int) -> bool:
     """Whether some order of threads fails, or gives other bits, in a case: (tokens, configuration) -> CTAs."""
-    write_mutated(tmp_path, places)
+    write_changed(tmp_path, "tile_(wgmma|waits)", places.items())
     inputs = make(13, (512, 128, 6, 3), seed=18)
     inputs.x.mul_(2.0 ** (torch.arange(13) % 3 * 12)[:, None])  # a scale of another token's would lose bits
     whole = run(inputs)
@@ -386,7 +373,7 @@ def test_rings_that_hold_less_than_an_item_of_down(tmp_path: Path) -> None:
     inputs = make(13, (192, 1344, 3, 2), bias=True, seed=3)  # units in turns would stop these layers
     whole = run(inputs)
     check_against_exact(whole, inputs)
-    write_mutated(tmp_path, {"if (!kDownInTurns && !has_room<group>()) return true;": ""})
+    write_changed(tmp_path, "tile_wgmma", [("if (!kDownInTurns && !has_room<group>()) return true;", "")])
     for config, num_sms in ((TIGHT, 1), (TIGHT, 3), (APART, 2), (HELD[1], 5)):
         some = rows_of(inputs, slice(0, 5 if config in HELD else 13))
         assert torch.equal(run(some, config, seed=num_sms, num_sms=num_sms), whole[: len(some.x)])
