@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from assembler import compile_log
 from emulator import Launch, emulated_gpu, guarded, load, unusable_reason, write_changed
 from emulator import run as run_launches
 from layer_checks import check_unused_slots_duplicates_and_foreign_ids, with_nan
@@ -29,7 +29,7 @@ from warpring.formats import FORMATS, ceil_div
 from warpring.kernels import grouped_gemm
 from warpring.kernels.grouped_gemm import ARCH, NARROW, WIDE, Config, all_specs, config_for, gemm_spec, moe_grouped_gemm
 from warpring.kernels.tile import CTA_SMEM_BYTES
-from warpring.runtime.jit import KERNEL_DIR, KernelSpec, compile_kernel
+from warpring.runtime.jit import compile_kernel
 from warpring.runtime.launch import int32
 
 EMULATED = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
@@ -338,18 +338,6 @@ def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) ->
         if not torch.equal(y, expected):
             return
     pytest.fail(f"no order of threads shows it: {mutation}")
-
-
-def compile_log(spec: KernelSpec) -> str:
-    """What the assembler says of a kernel for Hopper."""
-    core = pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
-    log = io.StringIO()
-    options = core.ProgramOptions(
-        arch=ARCH, std="c++17", include_path=str(KERNEL_DIR), define_macro=[(n, v) if v else n for n, v in spec.macros],
-        ptxas_options=["-v", "--warn-on-spills"], no_cache=True,
-    )  # fmt: skip
-    core.Program((KERNEL_DIR / spec.source).read_text(), "c++", options).compile("cubin", logs=log)
-    return log.getvalue()
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "mxfp4_slabs"])

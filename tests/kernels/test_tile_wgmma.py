@@ -5,13 +5,13 @@ Every tensor ends where the next access faults, shared memory starts as NaN, and
 
 from __future__ import annotations
 
-import io
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from assembler import compile_log
 from emulator import EmulationError, emulated_gpu, guarded, unusable_reason, write_changed
 from layer_checks import check_unused_slots_duplicates_and_foreign_ids, with_nan
 from moe_inputs import Inputs, check_against_exact, make_inputs, rms_rel_error, rows_of
@@ -22,7 +22,7 @@ from warpring.kernels import tile_wgmma
 from warpring.kernels.tile import CTA_SMEM_BYTES, Sizes
 from warpring.kernels.tile_wgmma import ARCH, Config, all_specs, config_for, kernel_spec, most_tokens
 from warpring.runtime.device import is_hopper
-from warpring.runtime.jit import KERNEL_DIR, KernelSpec, compile_kernel
+from warpring.runtime.jit import compile_kernel
 from warpring.slabs import SLAB_MOST_COLS
 
 EMULATED = pytest.mark.skipif(unusable_reason() is not None, reason=str(unusable_reason()))
@@ -389,18 +389,6 @@ CASES = {(13, TIGHT): 1, (13, APART): 3, (6, HELD[0]): 4, (6, HELD[1]): 2}
 def test_missing_synchronisation_does_not_pass(mutation: str, tmp_path: Path) -> None:
     """The real kernel with one barrier or wait taken out: some order of threads shows it."""
     assert shows(dict([MUTATIONS[mutation]]), tmp_path, CASES, 8), f"no order of threads shows it: {mutation}"
-
-
-def compile_log(spec: KernelSpec) -> str:
-    """What the assembler says of a kernel for Hopper."""
-    core = pytest.importorskip("cuda.core", reason="needs cuda.core and NVRTC to compile kernels")
-    log = io.StringIO()
-    options = core.ProgramOptions(
-        arch=ARCH, std="c++17", include_path=str(KERNEL_DIR), define_macro=[(n, v) if v else n for n, v in spec.macros],
-        ptxas_options=["-v", "--warn-on-spills"], no_cache=True,
-    )  # fmt: skip
-    core.Program((KERNEL_DIR / spec.source).read_text(), "c++", options).compile("cubin", logs=log)
-    return log.getvalue()
 
 
 @pytest.mark.parametrize("shape", [(2048, 768, 128, 8), (2880, 2880, 128, 4)], ids=str)
