@@ -203,8 +203,7 @@ def specs_of(shape: LayerShape, format: str, index_dtype: torch.dtype, arch: str
     rows = [] if format == "bf16" else [expand.rows_spec(format, cols) for cols in sizes[:2]]
     in_slabs = arch == tile_wgmma.ARCH and suits_slabs(format, *sizes[:2])  # as `pack_experts` decides on such a GPU
     kernel, order = (tile_wgmma, f"{format}_slabs") if in_slabs else (tile, format)
-    own = arch == grouped_gemm.ARCH
-    if own:
+    if arch == grouped_gemm.ARCH:
         packed = [*grouped_gemm.all_specs(order, *sizes[:2], gate_fn, index_dtype)]
     else:
         packed = [expand.panels_spec(format, cols, halves) for cols, halves in ((sizes[0], 2), (sizes[1], 1))]

@@ -47,10 +47,9 @@ def arch_of(device_index: int) -> str:
     return f"sm_{major}{minor}a"
 
 
-@cache
 def has_grouped_gemms(device: torch.device) -> bool:
     """Whether the grouped path multiplies packed weights as they are there (`warpring.kernels.grouped_gemm`)."""
-    return device.type == "cuda" and runs_kernels(device) and arch_of(index_of(device)) == HOPPER
+    return is_hopper(device)
 
 
 def index_of(device: torch.device) -> int:
