@@ -200,22 +200,9 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ void load_weights() {
-#pragma unroll 1
-        for (int p = threadIdx.x; p < args.num_tokens * kSlots; p += kConsumerThreads) {
-            const int token = p / kSlots, slot = p % kSlots;
-            float weight = 1.f;
-            if (kShared == 0 || slot < kTopk)
-                weight = ld_routing(args.gmem_topk_weights + token * args.weights_stride + slot);
-            else if (args.gmem_shared_weights != nullptr)
-                weight = ld_routing(args.gmem_shared_weights + token * args.shared_weights_stride);
-            smem.weights[p] = weight;
-        }
-        // Seen by all consumers behind the barrier that ends a panel of down, and by finishers behind `left`.
-    }
-
     __device__ __forceinline__ void run() {
-        load_weights();
+        // Seen by all consumers behind the barrier that ends a panel of down, and by finishers behind `left`.
+        load_pair_weights<kConsumerThreads>(smem.weights, args);
         at_once = panels_at_once(smem.routing);
         Turn<kQueue> queue;
         while (true) {

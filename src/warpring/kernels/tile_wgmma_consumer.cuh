@@ -140,22 +140,8 @@ struct Consumer {
             for (int slab = 0; slab < kDownSlabs; ++slab) sum_up(slab);
     }
 
-    // Seen by all behind the barriers of slab_done().
-    __device__ __forceinline__ void load_weights() {
-#pragma unroll 1
-        for (int p = threadIdx.x; p < args.num_tokens * kSlots; p += kConsumerThreads) {
-            const int token = p / kSlots, slot = p % kSlots;
-            float weight = 1.f;
-            if (kShared == 0 || slot < kTopk)
-                weight = ld_routing(args.gmem_topk_weights + token * args.weights_stride + slot);
-            else if (args.gmem_shared_weights != nullptr)
-                weight = ld_routing(args.gmem_shared_weights + token * args.shared_weights_stride);
-            smem.weights[p] = weight;
-        }
-    }
-
     __device__ __forceinline__ void run() {
-        load_weights();
+        load_pair_weights<kConsumerThreads>(smem.weights, args);  // seen by all behind the barriers of slab_done()
         Turn<kQueue> queue;
         while (true) {
             mbarrier_wait(smem_address(&smem.barriers.posted[queue.stage]), queue.parity);
