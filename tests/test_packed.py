@@ -9,7 +9,7 @@ from moe_inputs import Inputs, make_inputs, rms_rel_error
 from warpring import SILU, ArgumentError, UnsupportedError, decode, gpt_oss_swiglu, moe_decode, moe_exact
 from warpring.decode import PACKED_PATHS, PATHS
 from warpring.formats import FORMATS
-from warpring.kernels import tile, tile_wgmma
+from warpring.kernels import panels, tile, tile_wgmma
 from warpring.layout import pack_experts
 from warpring.policy import device_name, limit
 from warpring.runtime.device import has_grouped_gemms
@@ -89,17 +89,19 @@ def test_slabs_serve_every_batch(device: str, num_tokens: int) -> None:
         assert rms_rel_error(out, moe_exact(*inputs.args())) < RMS
 
 
-def test_path_tile_runs_the_kernel_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_tile_runs_the_kernels_of_the_layout_and_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which launches it makes, and that slabs on another GPU are refused by name."""
-    inputs = make_inputs(2, 128, 64, 4, 2, format="mxfp4", seed=32)
+    few, more = (make_inputs(tokens, 128, 64, 4, 2, format="mxfp4", seed=32) for tokens in (2, 3))
     called: list[str] = []
+    monkeypatch.setattr(panels, "moe_panels", lambda *args, **kwargs: called.append("panels"))
     monkeypatch.setattr(tile, "moe_tile", lambda *args, **kwargs: called.append("tile"))
     monkeypatch.setattr(tile_wgmma, "moe_tile_wgmma", lambda *args, **kwargs: called.append("tile_wgmma"))
     monkeypatch.setattr(tile_wgmma, "is_hopper", lambda device: True)
     run_tile = decode._RUN["tile"]  # pyright: ignore[reportPrivateUsage]
     for in_slabs in (False, True):
-        run_tile(inputs.x, pack_experts(inputs.experts, in_slabs=in_slabs), *inputs.args()[2:], inputs.x)
-    assert called == ["tile", "tile_wgmma"]
+        for inputs in (few, more):
+            run_tile(inputs.x, pack_experts(inputs.experts, in_slabs=in_slabs), *inputs.args()[2:], inputs.x)
+    assert called == ["panels", "tile", "tile_wgmma", "tile_wgmma"]
     monkeypatch.setattr(tile_wgmma, "is_hopper", lambda device: False)
     with pytest.raises(UnsupportedError, match=r"PackedExperts\.to"):
-        run_tile(inputs.x, pack_experts(inputs.experts, in_slabs=True), *inputs.args()[2:], inputs.x)
+        run_tile(few.x, pack_experts(few.experts, in_slabs=True), *few.args()[2:], few.x)

@@ -14,7 +14,7 @@ from warpring.classical import moe_classical
 from warpring.errors import ArgumentError, UnsupportedError
 from warpring.experts import Experts
 from warpring.formats import QuantizedTensor
-from warpring.kernels import cores, tile, tile_wgmma, warp
+from warpring.kernels import cores, panels, tile, tile_wgmma, warp
 from warpring.layout import PackedExperts, PackedMatrix
 from warpring.policy import choose_path
 from warpring.reference import moe_reference
@@ -127,8 +127,8 @@ def precompile(
     target = torch.device(device) if device is not None else experts.device
     if target.type == "cuda":
         if isinstance(experts, PackedExperts):
-            of_layout = tile_wgmma if experts.in_slabs else tile
-            of_layout.precompile(experts, topk, index_dtype, target)
+            for kernels in (tile_wgmma,) if experts.in_slabs else (panels, tile):
+                kernels.precompile(experts, topk, index_dtype, target)
         else:
             warp.precompile(experts, topk, index_dtype, target)
         grouped.precompile(experts, index_dtype, target)
@@ -148,12 +148,14 @@ def _moe_tile(
     out: torch.Tensor,
     shared_weights: torch.Tensor | None = None,
 ) -> None:
-    """By the kernel of the layout."""
+    """By the kernels of the layout, and of few tokens."""
     if packed.in_slabs:
         tile_wgmma.check_device(x.device)
-        tile_wgmma.moe_tile_wgmma(x, packed, topk_idx, topk_weights, out, shared_weights=shared_weights)
+        layer = tile_wgmma.moe_tile_wgmma
     else:
-        tile.moe_tile(x, packed, topk_idx, topk_weights, out, shared_weights=shared_weights)
+        few = panels.suits(tile.sizes_of(packed, topk_idx.shape[1]), len(x))
+        layer = panels.moe_panels if few else tile.moe_tile
+    layer(x, packed, topk_idx, topk_weights, out, shared_weights=shared_weights)
 
 
 _RUN: dict[str, _Run] = {

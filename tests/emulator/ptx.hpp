@@ -25,6 +25,9 @@ inline void store_global(void* gmem, T value, const char* operation, Site site) 
 }
 
 inline uint4 ld_weights(const void* gmem, Site site = here()) { return load_global<uint4>(gmem, "ld_weights", site); }
+inline uint2 ld_weights_64(const void* gmem, Site site = here()) {
+    return load_global<uint2>(gmem, "ld_weights_64", site);
+}
 inline uint32_t ld_scale_u8(const void* gmem, Site site = here()) {
     return load_global<uint8_t>(gmem, "ld_scale_u8", site);
 }
@@ -65,6 +68,7 @@ inline uint32_t cvt_e4m3x2_f16x2_low(uint32_t codes) { return half_pair(codes); 
 inline uint32_t cvt_e4m3x2_f16x2_high(uint32_t codes) { return half_pair(codes >> 16); }
 inline float cvt_f16_f32_low(uint32_t halves) { return half_to_float(halves); }
 inline float cvt_f16_f32_high(uint32_t halves) { return half_to_float(halves >> 16); }
+inline int opaque(int v) { return v; }
 inline uint16_t cvt_f32_bf16(float v) { return uint16_t(BFloat16::encode(v)); }
 inline uint32_t cvt_f32_bf16x2(float high, float low) { return BFloat16::encode(high) << 16 | BFloat16::encode(low); }
 inline uint16_t cvt_f32_f16(float v) { return uint16_t(Half::encode(v)); }

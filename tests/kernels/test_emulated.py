@@ -20,7 +20,7 @@ from moe_inputs import Inputs, check_against_exact, make_inputs, rows_of
 
 from warpring import GELU_TANH, SILU, Activation, clipped_swiglu, gpt_oss_swiglu, pack_experts
 from warpring.formats import FORMATS
-from warpring.kernels import tile, warp
+from warpring.kernels import panels, tile, warp
 from warpring.kernels.tile import Config
 from warpring.runtime.jit import KERNEL_DIR
 
@@ -49,6 +49,10 @@ def run_tile(inputs: Inputs, config: Config | None = None, **kwargs: Any) -> tor
     return _run(tile, partial(tile.moe_tile, config=config), inputs, pack_experts(inputs.experts), **kwargs)
 
 
+def run_panels(inputs: Inputs, config: panels.Config | None = None, **kwargs: Any) -> torch.Tensor:
+    return _run(panels, partial(panels.moe_panels, config=config), inputs, pack_experts(inputs.experts), **kwargs)
+
+
 def _run(
     face: ModuleType,
     layer: Callable[..., None],
@@ -67,7 +71,7 @@ def _run(
     return result
 
 
-PATHS = pytest.mark.parametrize("run", [run_warp, run_tile], ids=["warp", "tile"])
+PATHS = pytest.mark.parametrize("run", [run_warp, run_tile, run_panels], ids=["warp", "tile", "panels"])
 
 
 @PATHS

@@ -196,20 +196,20 @@ def layer_specs_of(problem: Problem) -> list[KernelSpec]:
 def specs_of(shape: LayerShape, format: str, index_dtype: torch.dtype, arch: str) -> list[KernelSpec]:
     """Every kernel that one GPU of that architecture may need: of warp decode, the tile path, the grouped path."""
     from warpring.bench.inputs import one_expert
-    from warpring.kernels import expand, grouped_activate, grouped_gemm, tile, tile_wgmma, warp
+    from warpring.kernels import expand, grouped_activate, grouped_gemm, panels, tile, tile_wgmma, warp
     from warpring.slabs import suits_slabs
 
     sizes, gate_fn = (shape.hidden, shape.intermediate, shape.num_experts), shape.activation.gate_fn
     rows = [] if format == "bf16" else [expand.rows_spec(format, cols) for cols in sizes[:2]]
     in_slabs = arch == tile_wgmma.ARCH and suits_slabs(format, *sizes[:2])  # as `pack_experts` decides on such a GPU
-    kernel, order = (tile_wgmma, f"{format}_slabs") if in_slabs else (tile, format)
+    kernels, order = ((tile_wgmma,), f"{format}_slabs") if in_slabs else ((panels, tile), format)
     if arch == grouped_gemm.ARCH:
         packed = [*grouped_gemm.all_specs(order, *sizes[:2], gate_fn, index_dtype)]
     else:
         packed = [expand.panels_spec(format, cols, halves) for cols, halves in ((sizes[0], 2), (sizes[1], 1))]
     return [
         *warp.kernel_specs(one_expert(shape, format), shape.topk, index_dtype).all(),
-        *kernel.all_specs(tile.Sizes(format, *sizes, shape.topk), index_dtype, gate_fn),
+        *(s for k in kernels for s in k.all_specs(tile.Sizes(format, *sizes, shape.topk), index_dtype, gate_fn)),
         *rows,
         *packed,
         grouped_activate.kernel_spec(index_dtype, gate_fn),

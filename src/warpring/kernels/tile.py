@@ -29,7 +29,8 @@ CTA_SMEM_BYTES = 227 * 1024
 UNIT_BYTES = 4896
 #: Multiprocessors that the work is dealt out to where no GPU says how many there are, an H200's.
 NUM_SMS = 132
-_POLICIES = {
+#: Policies of tile_formats.cuh.
+POLICIES = {
     "bf16": "TileBf16",
     "fp8_block": "TileFp8Block",
     "fp8_channel": "TileFp8Channel",
@@ -256,7 +257,7 @@ def kernel_spec(sizes: Sizes, index_dtype: torch.dtype, gate_fn: str, config: Co
     """The kernel for these sizes, routed by ids of `index_dtype`, built as `config` says."""
     smem = smem_bytes(sizes, config)
     macros = {
-        "FORMAT": _POLICIES[sizes.format],
+        "FORMAT": POLICIES[sizes.format],
         "HIDDEN": sizes.hidden,
         "INTERMEDIATE": sizes.intermediate,
         "TOPK": sizes.topk,

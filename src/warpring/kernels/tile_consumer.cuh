@@ -52,15 +52,8 @@ struct Consumer {
         const int skipped = kTeams == 1 ? 0 : (team - panels % kTeams + kTeams) % kTeams;
         const int own = (group.count - skipped + kTeams - 1) / kTeams, own_units = own * kPasses;
         const auto scales_of = [&](int unit) {
-            const float *gmem_low = nullptr, *gmem_high = nullptr;
-            if constexpr (Format::kBlockScale) {
-                constexpr int kScaleCols = ceil_div(kHidden, 128), kScaleRows = ceil_div(kIntermediate, 128);
-                const int panel = group.first + skipped + unit / kPasses * kTeams;
-                gmem_low = args.gmem_w13_block_scale +
-                           (int64_t(wanted.expert) * 2 * kScaleRows + panel * 8 / 128) * kScaleCols;
-                gmem_high = gmem_low + kScaleRows * kScaleCols;
-            }
-            return BlockScales<kGateUpRun>(gmem_low, gmem_high, (unit % kPasses * kSplit + share) * kGateUpRun);
+            const int panel = group.first + skipped + unit / kPasses * kTeams;
+            return gate_up_scales(args, wanted.expert, panel, (unit % kPasses * kSplit + share) * kGateUpRun);
         };
         int finisher = (panels + skipped) % kFinishers;
         panels += group.count;
@@ -118,28 +111,13 @@ struct Consumer {
     template <int kTiles>
     __device__ __forceinline__ void down_panel(int stager, int slot, const Wanted& wanted, int panel,
                                                int panel_of_unit) {
-        const int g = lane / 4, q = lane % 4, row = panel * 16 + g;
-        float low_scale = args.gmem_w2_matrix_scale[wanted.expert], high_scale = low_scale, low_bias = 0.f,
-              high_bias = 0.f;
-        const int64_t first_row = int64_t(wanted.expert) * kHidden;
-        if (args.gmem_w2_row_scale != nullptr) {
-            low_scale *= args.gmem_w2_row_scale[first_row + row];
-            high_scale *= args.gmem_w2_row_scale[first_row + row + 8];
-        }
-        if (args.gmem_w2_bias != nullptr) {
-            low_bias = args.gmem_w2_bias[first_row + row];
-            high_bias = args.gmem_w2_bias[first_row + row + 8];
-        }
-        const float* gmem_scale = nullptr;
-        constexpr int kScaleCols = ceil_div(kIntermediate, 128), kScaleRows = ceil_div(kHidden, 128);
-        if constexpr (Format::kBlockScale)  // 16 rows lie in one block of 128
-            gmem_scale =
-                args.gmem_w2_block_scale + (int64_t(wanted.expert) * kScaleRows + panel * 16 / 128) * kScaleCols;
+        const int g = lane / 4, q = lane % 4;
+        const OutputRow low(args, wanted.expert, panel * 16 + g), high(args, wanted.expert, panel * 16 + g + 8);
         const ActPlace act(args, smem.routing);
         const Columns<kTiles> staged = columns<kTiles>(wanted.count, act.first_byte, kActStride, [&](int column) {
             return stager * act.own_slots + ColumnRing::place(slot + column, act.own_slots);
         });
-        BlockScales<kDownRun> next_scales(gmem_scale, gmem_scale, 0);
+        BlockScales<kDownRun> next_scales = down_scales(args, wanted.expert, panel, 0);
         using Records = Loaded<kGroupSize<kDownRun, kTiles>, kTiles>;
         Records loaded;
         const auto load_first = [&](Records& to, const Turn<kStages>& at, int record) {
@@ -147,12 +125,14 @@ struct Consumer {
             to.load(unit_at(at.stage), staged, lane, 0, record);
         };
         load_first(loaded, down_ring, 0);
-        Sums<kTiles> sums;
+        Totals<kTiles> totals;
+        const int units = opaque(kDownUnits);
 #pragma unroll 1
-        for (int unit = 0; unit < kDownUnits; ++unit) {
+        for (int unit = 0; unit < units; ++unit) {
+            Sums<kTiles> sums;
             const BlockScales<kDownRun> scales = next_scales;
-            const bool more = unit + 1 < kDownUnits;
-            if (more) next_scales = BlockScales<kDownRun>(gmem_scale, gmem_scale, (unit + 1) * kDownRun);
+            const bool more = unit + 1 < units;
+            if (more) next_scales = down_scales(args, wanted.expert, panel, (unit + 1) * kDownRun);
             const int stage = down_ring.stage;
             down_ring.next();
             add_run<kDownRun, kTiles>(sums, loaded, unit_at(stage), staged, lane, scales, [&](Records& ahead) {
@@ -160,6 +140,7 @@ struct Consumer {
             });
             arrive_warp(smem.barriers.down_empty[warp][stage]);
             if (!kReadsAhead && more) load_first(loaded, down_ring, next_scales.record);
+            totals.add(sums);
         }
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
@@ -170,8 +151,8 @@ struct Consumer {
                 const int pair = wanted.smem_pairs[column];
                 float* dots = kParts == 1 ? smem.partial.dots[panel_of_unit * kMaxPairs + pair]
                                           : args.gmem_dots + int64_t(pair) * kHidden + panel * 16;
-                dots[g] = fmaf(sums.total(t, c), low_scale, low_bias);
-                dots[g + 8] = fmaf(sums.total(t, 2 + c), high_scale, high_bias);
+                dots[g] = fmaf(totals.d[t][c], low.scale, low.bias);
+                dots[g + 8] = fmaf(totals.d[t][2 + c], high.scale, high.bias);
             }
         }
     }

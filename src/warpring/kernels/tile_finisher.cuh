@@ -1,25 +1,7 @@
 // tile_finisher.cuh   The shares of gate_up become activations, and flags say so; parts of down become outputs.
 #pragma once
-#include "activation.cuh"
 #include "sync_ptx.cuh"
 #include "tile_outputs.cuh"
-
-// What finishing one neuron takes.
-struct Neuron {
-    float gate_scale, up_scale, gate_bias, up_bias;
-
-    __device__ __forceinline__ Neuron(const Args& args, int64_t expert, int neuron) {
-        const int64_t gate = expert * 2 * kIntermediate + neuron, up = gate + kIntermediate;
-        gate_scale = args.gmem_w13_matrix_scale[expert * 2];
-        up_scale = args.gmem_w13_matrix_scale[expert * 2 + 1];
-        if (args.gmem_w13_row_scale != nullptr) {
-            gate_scale *= args.gmem_w13_row_scale[gate];
-            up_scale *= args.gmem_w13_row_scale[up];
-        }
-        gate_bias = args.gmem_w13_bias != nullptr ? args.gmem_w13_bias[gate] : 0.f;
-        up_bias = args.gmem_w13_bias != nullptr ? args.gmem_w13_bias[up] : 0.f;
-    }
-};
 
 struct Finisher {
     Smem& smem;
@@ -54,10 +36,8 @@ struct Finisher {
     __device__ __forceinline__ void activate(const Wanted& wanted, const Neuron& constants, int neuron, int column,
                                              float gate, float up) {
         if (column >= wanted.count) return;
-        const float g = fmaf(gate, constants.gate_scale, constants.gate_bias);
-        const float u = fmaf(up, constants.up_scale, constants.up_bias);
         args.gmem_act[int64_t(wanted.smem_pairs[column]) * kIntermediate + neuron] =
-            cvt_f32_bf16(gated_activation(g, u, {args.alpha, args.limit, args.up_offset}));
+            constants.activation(args, gate, up);
     }
 
     // Its panels of a group; `panels` came before the group.

@@ -8,7 +8,8 @@
 // A policy has
 //   kRecordBytes       bytes of a record
 //   Raw                a lane's codes and scales, as loaded
-//   load(run, lane, i) record i of a run in shared memory; what of the address differs by record is an immediate
+//   load(run, lane, i) record i of a run, in shared memory (an address) or in global memory (a pointer); what of the
+//                      address differs by record is an immediate
 //   unpack(raw, a)     a[0], a[1]: A operands of the first and second mma, values times block scale, exact in BF16
 //   kBlockScale        FP32 scales of 128 x 128 blocks multiply the sums of every record (fp8_block)
 //
@@ -18,6 +19,14 @@
 #include "ptx.cuh"
 
 constexpr int kRecordCols = 32;
+
+// A lane's part of a record, from either memory.
+__device__ __forceinline__ uint4 ld_128(uint32_t smem) { return ld_shared_128(smem); }
+__device__ __forceinline__ uint2 ld_64(uint32_t smem) { return ld_shared_64(smem); }
+__device__ __forceinline__ uint32_t ld_u16(uint32_t smem) { return ld_shared_u16(smem); }
+__device__ __forceinline__ uint4 ld_128(const uint8_t* gmem) { return ld_weights(gmem); }
+__device__ __forceinline__ uint2 ld_64(const uint8_t* gmem) { return ld_weights_64(gmem); }
+__device__ __forceinline__ uint32_t ld_u16(const uint8_t* gmem) { return ld_scale_u16(gmem); }
 
 struct Operands {
     uint32_t a[2][4];  // [mma][a0..a3]: a0 (row g), a1 (row g + 8), a2 (row g), a3 (row g + 8)
@@ -75,9 +84,10 @@ struct TileBf16 {
     struct Raw {
         uint4 low, high;
     };
-    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
-        const uint32_t codes = run + lane * 16;
-        return {ld_shared_128(codes + i * kRecordBytes), ld_shared_128(codes + i * kRecordBytes + 512)};
+    template <class From>
+    static __device__ __forceinline__ Raw load(From run, int lane, int i) {
+        const From codes = run + lane * 16;
+        return {ld_128(codes + i * kRecordBytes), ld_128(codes + i * kRecordBytes + 512)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         out.a[0][0] = raw.low.x, out.a[0][2] = raw.low.y, out.a[1][0] = raw.low.z, out.a[1][2] = raw.low.w;
@@ -92,9 +102,10 @@ struct TileFp8 {
     struct Raw {
         uint4 codes;
     };
-    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
-        const uint32_t codes = run + lane * 16;
-        return {ld_shared_128(codes + i * kRecordBytes)};
+    template <class From>
+    static __device__ __forceinline__ Raw load(From run, int lane, int i) {
+        const From codes = run + lane * 16;
+        return {ld_128(codes + i * kRecordBytes)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         unpack_e4m3(raw.codes, 0x7b807b80u, out);  // 2^120
@@ -110,9 +121,10 @@ struct TileMxfp8 {
         uint4 codes;
         uint32_t scales;
     };
-    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
-        const uint32_t codes = run + lane * 16, scales = run + 512 + (lane >> 2) * 2;
-        return {ld_shared_128(codes + i * kRecordBytes), ld_shared_u16(scales + i * kRecordBytes)};
+    template <class From>
+    static __device__ __forceinline__ Raw load(From run, int lane, int i) {
+        const From codes = run + lane * 16, scales = run + 512 + (lane >> 2) * 2;
+        return {ld_128(codes + i * kRecordBytes), ld_u16(scales + i * kRecordBytes)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         unpack_e4m3(raw.codes, scale_word(raw.scales), out);
@@ -126,9 +138,10 @@ struct TileMxfp4 {
         uint2 codes;
         uint32_t scales;
     };
-    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
-        const uint32_t codes = run + lane * 8, scales = run + 256 + (lane >> 2) * 2;
-        return {ld_shared_64(codes + i * kRecordBytes), ld_shared_u16(scales + i * kRecordBytes)};
+    template <class From>
+    static __device__ __forceinline__ Raw load(From run, int lane, int i) {
+        const From codes = run + lane * 8, scales = run + 256 + (lane >> 2) * 2;
+        return {ld_64(codes + i * kRecordBytes), ld_u16(scales + i * kRecordBytes)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         unpack_e2m1(raw.codes, scale_word(raw.scales), out);
@@ -187,9 +200,10 @@ struct TileNvfp4 {
         uint2 codes;
         uint32_t scales;
     };
-    static __device__ __forceinline__ Raw load(uint32_t run, int lane, int i) {
-        const uint32_t codes = run + lane * 8, scales = run + 256 + (lane & 2) * 8 + (lane >> 2) * 2;
-        return {ld_shared_64(codes + i * kRecordBytes), ld_shared_u16(scales + i * kRecordBytes)};
+    template <class From>
+    static __device__ __forceinline__ Raw load(From run, int lane, int i) {
+        const From codes = run + lane * 8, scales = run + 256 + (lane & 2) * 8 + (lane >> 2) * 2;
+        return {ld_64(codes + i * kRecordBytes), ld_u16(scales + i * kRecordBytes)};
     }
     static __device__ __forceinline__ void unpack(const Raw& raw, Operands& out) {
         constexpr float kUnit = 0x1p118f;

@@ -25,6 +25,19 @@ struct Sums {
     }
 };
 
+// The sums of several units, added up in their order.
+template <int kTiles>
+struct Totals {
+    float d[kTiles][4] = {};
+
+    __device__ __forceinline__ void add(const Sums<kTiles>& unit) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[t][i] += unit.total(t, i);
+    }
+};
+
 // Where a lane finds its 8 activations of a record, of column lane / 4 of each tile. A lane beyond the last column
 // reads another's: columns are independent of each other, and nobody looks at the sums of those that stand for no pair.
 template <int kTiles>

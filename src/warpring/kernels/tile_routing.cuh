@@ -202,17 +202,19 @@ __device__ __forceinline__ void find_pairs(Routing& smem, const Index* gmem_topk
     if (sorts) find_many_pairs(smem, gmem_topk_idx, idx_stride, num_pairs);
 }
 
-// Routing weights of all pairs; of a shared expert the token's gate, or 1. By the first `threads` of the CTA.
+// A pair's routing weight; of a shared expert the token's gate, or 1.
+__device__ __forceinline__ float pair_weight(const float* gmem_topk_weights, int64_t weights_stride,
+                                             const float* gmem_shared_weights, int64_t shared_weights_stride, int pair) {
+    const int token = pair / kSlots, slot = pair % kSlots;
+    if (kShared == 0 || slot < kTopk) return ld_routing(gmem_topk_weights + token * weights_stride + slot);
+    return gmem_shared_weights != nullptr ? ld_routing(gmem_shared_weights + token * shared_weights_stride) : 1.f;
+}
+
+// Those of all pairs, by the first `threads` of the CTA.
 template <int threads, class Args>
 __device__ __forceinline__ void load_pair_weights(float* smem_weights, const Args& args) {
 #pragma unroll 1
-    for (int p = threadIdx.x; p < args.num_tokens * kSlots; p += threads) {
-        const int token = p / kSlots, slot = p % kSlots;
-        float weight = 1.f;
-        if (kShared == 0 || slot < kTopk)
-            weight = ld_routing(args.gmem_topk_weights + token * args.weights_stride + slot);
-        else if (args.gmem_shared_weights != nullptr)
-            weight = ld_routing(args.gmem_shared_weights + token * args.shared_weights_stride);
-        smem_weights[p] = weight;
-    }
+    for (int p = threadIdx.x; p < args.num_tokens * kSlots; p += threads)
+        smem_weights[p] = pair_weight(args.gmem_topk_weights, args.weights_stride, args.gmem_shared_weights,
+                                      args.shared_weights_stride, p);
 }

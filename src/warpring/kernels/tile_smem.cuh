@@ -1,25 +1,16 @@
 // tile_smem.cuh   What a CTA of the tile kernel holds in shared memory, and what its CTAs share in global memory.
 //
-// Compile-time parameters beside those of tile_routing.cuh (macros set by kernels/tile.py):
-//   WARPRING_HIDDEN, WARPRING_INTERMEDIATE, WARPRING_FORMAT
-//   WARPRING_SPLIT          warps that share the columns of a panel of gate_up; decides the order of sums
-//   WARPRING_TEAMS          so many times kSplit warps multiply: each team takes every kTeams-th panel of gate_up
-//   WARPRING_GATE_UP_RUN, WARPRING_DOWN_RUN   records of a unit; decide the order of sums too
+// Compile-time parameters beside those of tile_layer.cuh (macros set by kernels/tile.py):
 //   WARPRING_STAGES         units in flight a consumer
 //   WARPRING_COLUMN_BYTES   bytes of staged activations
 //   WARPRING_PARTS          parts that the experts of a panel of down are dealt out in; 1: no CTA shares a panel
 //   WARPRING_PANELS         panels of a unit of down, at most; 1 with parts
 //   WARPRING_SMEM_BYTES     what the launch asks for
 #pragma once
-#include "tile_multiply.cuh"
-#include "tile_routing.cuh"
+#include "tile_layer.cuh"
 #include "tile_waits.cuh"
 
-constexpr int kHidden = WARPRING_HIDDEN;
-constexpr int kIntermediate = WARPRING_INTERMEDIATE;
-static_assert(kHidden % 32 == 0 && kIntermediate % 32 == 0, "rows are whole records");
-
-constexpr int kSplit = WARPRING_SPLIT, kTeams = WARPRING_TEAMS, kConsumers = kSplit * kTeams;
+constexpr int kConsumers = kSplit * kTeams;
 constexpr int kProducers = 2;  // serve the consumers of down
 constexpr int kStagers = 3;    // take the panels of down in turns
 constexpr int kFinishers = 2;  // take the panels of gate_up in turns
@@ -28,16 +19,6 @@ constexpr int kFlagRaiser = kFirstFinisher + kFinishers;
 static_assert(kTeams <= kFinishers, "a team's panels are one finisher's, or those of all");
 static_assert(kWarps == kFlagRaiser + 1, "kernels/tile.py has as many");
 
-// A panel is 16 rows: 8 neurons' gate and up rows, or 16 outputs. It streams in units, runs of records.
-constexpr int kGateUpPanels = kIntermediate / 8, kDownPanels = kHidden / 16;
-constexpr int kGateUpRecords = kHidden / kRecordCols, kDownRecords = kIntermediate / kRecordCols;
-constexpr int kGateUpRun = WARPRING_GATE_UP_RUN, kDownRun = WARPRING_DOWN_RUN;
-constexpr int kGateUpUnits = kGateUpRecords / kGateUpRun, kDownUnits = kDownRecords / kDownRun;
-constexpr int kPasses = kGateUpUnits / kSplit;  // units of a consumer in a panel of gate_up
-static_assert(kPasses * kSplit * kGateUpRun == kGateUpRecords && kDownUnits * kDownRun == kDownRecords,
-              "panels split evenly");
-constexpr int kUnitBytes = kGateUpRun * Format::kRecordBytes, kDownUnitBytes = kDownRun * Format::kRecordBytes;
-static_assert(kDownUnitBytes <= kUnitBytes, "a unit of down takes the place of one of gate_up");
 // The ring: stages of a team, of a unit for each of its warps; in down the same places, so many for each warp alone.
 constexpr int kStages = WARPRING_STAGES;
 constexpr int kParts = WARPRING_PARTS;
