@@ -55,6 +55,8 @@ SIZES = [
 ]
 #: Of the decode paths, and of the grouped one with its further roundings: RMS error relative to the exact layer.
 MOST_ERROR = {"warp": 4e-3, "tile": 4e-3, "grouped": 8e-3}
+#: Ways of decode: a path, and which layout of the weights it reads.
+WAYS = ("warp", "tile", "grouped", "grouped_packed")
 #: Layers of expert parallelism: ragged sizes, MXFP4 and FP8; and tokens of the rank.
 EP_LAYERS = [name for name in EP_FORMATS if name.startswith("h")]
 EP_TOKENS = 12
@@ -68,8 +70,8 @@ OWN_LINES, LAST_LINES = 60, 20
 PARTS = {"decode": ("moe_", "expand_", "grouped_"), "expert_parallel": ("ep_",)}
 
 
-def run_decode(formats: Sequence[str], sizes: Sequence[int]) -> None:
-    """These formats at these of `SIZES` through every path; raises SystemExit on a wrong result."""
+def run_decode(formats: Sequence[str], sizes: Sequence[int], ways: Sequence[str]) -> None:
+    """These formats at these of `SIZES` through these of `WAYS`; raises SystemExit on a wrong result."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -94,13 +96,15 @@ def run_decode(formats: Sequence[str], sizes: Sequence[int]) -> None:
             )
             exact = moe_exact(x, experts, exact_idx, weights)
             packed = pack_experts(experts)
-            for path, layer in (("warp", experts), ("tile", packed), ("grouped", experts), ("grouped", packed)):
+            for way in ways:
+                path = way.removesuffix("_packed")
+                layer = packed if way in ("tile", "grouped_packed") else experts
                 y = moe_decode(x, layer, idx, weights, path=path)
                 error = float((y - exact).norm() / exact.norm())
                 if not error < MOST_ERROR[path]:
                     sys.exit(f"{path} {format} {[num_tokens, hidden, intermediate]}: error {error:.2e}")
     torch.cuda.synchronize()
-    print(f"ran {len(sizes)} sizes x {len(formats)} formats x 4 ways")
+    print(f"ran {len(sizes)} sizes x {len(formats)} formats x {len(ways)} ways")
 
 
 def run_expert_parallel(device: torch.device, layers: Sequence[str] = EP_LAYERS) -> None:
@@ -146,7 +150,7 @@ def _run_calls(verifier: Verifier, what: str) -> None:
 def run_part(part: str, args: argparse.Namespace) -> None:
     """A part's kernels, without a sanitizer or inside of one."""
     if part == "decode":
-        run_decode(args.formats, args.sizes)
+        run_decode(args.formats, args.sizes, args.ways)
     else:
         run_expert_parallel(torch.device("cuda", 0), args.layers)
 
@@ -175,7 +179,7 @@ def told(lines: Sequence[str]) -> list[str]:
 def sanitize(sanitizer: str, part: str, args: argparse.Namespace) -> tuple[str, int]:
     """A log of all tools over a part, and the worst exit code."""
     if part == "decode":
-        which = ["--formats", *args.formats, "--sizes", *map(str, args.sizes)]
+        which = ["--formats", *args.formats, "--sizes", *map(str, args.sizes), "--ways", *args.ways]
     else:
         which = ["--layers", *args.layers]
     lines = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} " + ", ".join(f"{k} {v}" for k, v in environment().items())]
@@ -202,6 +206,9 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS, help="of decode")
     numbers = range(len(SIZES))
     parser.add_argument("--sizes", nargs="+", type=int, default=numbers, choices=numbers, help="of decode, in SIZES")
+    parser.add_argument(
+        "--ways", nargs="+", default=WAYS, choices=WAYS, help="of decode: racecheck takes no grouped one"
+    )
     parser.add_argument("--layers", nargs="+", default=EP_LAYERS, choices=EP_LAYERS, help="of expert_parallel")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="that a tool may take (default: as long as it likes)"
