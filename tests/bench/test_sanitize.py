@@ -102,15 +102,17 @@ def test_log_has_every_tool_and_the_worst_exit_code_counts(
 def test_some_of_the_formats_and_sizes_reach_the_run_inside(
     script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ran: list[tuple[list[str], list[int]]] = []
+    ran: list[tuple[list[str], list[int], list[str]]] = []
     monkeypatch.setitem(script["main"].__globals__, "run_decode", lambda *args: ran.append(args))
-    monkeypatch.setattr(sys, "argv", ["sanitize.py", "decode", "--formats", "mxfp8", "--sizes", "2", "0", "--inside"])
+    some = ["--formats", "mxfp8", "--sizes", "2", "0", "--ways", "tile", "warp"]
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "decode", *some, "--inside"])
     assert script["main"]() == 0
-    assert ran == [(["mxfp8"], [2, 0])]
-    args = script["argparse"].Namespace(tool=["memcheck"], formats=["mxfp8"], sizes=[2, 0], seconds=None, kernels=None)
+    assert ran == [(["mxfp8"], [2, 0], ["tile", "warp"])]
+    chosen = {"formats": ["mxfp8"], "sizes": [2, 0], "ways": ["tile", "warp"]}
+    args = script["argparse"].Namespace(tool=["memcheck"], **chosen, seconds=None, kernels=None)
     log, code = script["sanitize"]("/bin/true", "decode", args)
     assert code == 0
-    assert "python bench/sanitize.py decode --formats mxfp8 --sizes 2 0 --inside" in log
+    assert f"python bench/sanitize.py decode {' '.join(some)} --inside" in log
 
 
 def test_unknown_part_is_refused(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
