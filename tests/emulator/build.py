@@ -173,9 +173,12 @@ def _unit(source: Path, entry: str) -> str:
     )
 
 
-@lru_cache(maxsize=256)
+@cache
 def _open(library: Path) -> tuple[ctypes.CDLL, int]:
-    """The library, loaded, and the bytes of its `__shared__` variables."""
+    """The library, loaded, and the bytes of its `__shared__` variables.
+
+    Kept for good: a library stays loaded, and says but once, when it is, what it takes.
+    """
     handle = ctypes.CDLL(str(library))
     return handle, int(runtime().cuda_on_cpu_take_static_bytes())
 
