@@ -28,10 +28,13 @@ _MOST_WEIGHTS_OF_TWO, _MOST_WEIGHTS_OF_SEVERAL_UNITS = 2**21, 7 * 2**18
 _MOST_TOKENS_OF_LONG_ROWS = 4
 _MOST_SLOTS = 32
 _SMEM_BYTES = 48 * 1024
+_SM_REGISTERS = 65536
 #: Registers of a lane's codes and scales of a record.
 _RECORD_WORDS = {"bf16": 8, "fp8_block": 4, "fp8_channel": 4, "mxfp8": 5, "mxfp4": 3, "nvfp4": 3}
 #: Warps of gate_up's CTAs about, and of down's at most: for one token more, each with fewer units and more registers.
 _GATE_UP_WARPS, _DOWN_WARPS_OF_ONE, _DOWN_WARPS = 8, 16, 8
+#: CTAs of gate_up that share a multiprocessor at most.
+_MOST_GATE_UP_CTAS = 4
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,18 @@ def _down_items(sizes: Sizes) -> int:
 @lru_cache(maxsize=1024)
 def panels_config(sizes: Sizes, num_tokens: int) -> Config:
     """The configuration for so many tokens."""
-    in_flight = sizes.gate_up_run * _RECORD_WORDS[sizes.format]
     # Units of one pass are covered by other CTAs' while they are multiplied; of several, by the warp's own next one.
-    ctas, rounds = (2, 3) if _passes(sizes) > 1 or in_flight > 48 else (4 if in_flight <= 40 else 3, 1)
-    warps, down_ctas = (_DOWN_WARPS_OF_ONE, 1) if num_tokens == 1 else (_DOWN_WARPS, 2)
+    ahead = _passes(sizes) > 1
     teams = max(1, _GATE_UP_WARPS // sizes.split)
+    in_flight = sizes.gate_up_run * _RECORD_WORDS[sizes.format]
+    registers = 2 * in_flight + 48 if ahead else in_flight + 24
+    registers += 8 if sizes.format == "fp8_block" else 0  # scales from another place
+    threads = 32 * sizes.split * teams
+    # Two CTAs of 128 registers a thread rather than one that spills nothing.
+    fewest = max(1, min(2, _SM_REGISTERS // (threads * 128)))
+    ctas = _SM_REGISTERS // (threads * 8 * ceil_div(registers, 8))
+    warps, down_ctas = (_DOWN_WARPS_OF_ONE, 1) if num_tokens == 1 else (_DOWN_WARPS, 2)
+    ctas, rounds = min(max(ctas, fewest), _MOST_GATE_UP_CTAS), 3 if ahead else 1
     return Config(teams, rounds, ctas, min(warps, _down_items(sizes)), down_ctas)
 
 
