@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from warpring.formats import ceil_div
-from warpring.kernels.tile import POLICIES, Sizes, config_for, sizes_of
+from warpring.kernels.tile import POLICIES, Sizes, config_for, sizes_of, weight_arguments
 from warpring.layout import PackedExperts
 from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
@@ -56,6 +56,7 @@ class Config:
     down_ctas: int
 
 
+@lru_cache(maxsize=1024)
 def suits(sizes: Sizes, num_tokens: int) -> bool:
     """Whether this form decodes so many tokens, and faster than `moe_tile`."""
     slots = sizes.pairs_a_token
@@ -183,11 +184,7 @@ def moe_panels(
                     x.stride(0),
                     topk_idx.data_ptr(),
                     topk_idx.stride(0),
-                    packed.w13.records.data_ptr(),
-                    packed.w13.matrix_scale.data_ptr(),
-                    pointer(packed.w13.row_scale),
-                    pointer(packed.w13.block_scale),
-                    pointer(packed.w13_bias),
+                    *weight_arguments(packed.w13, packed.w13_bias),
                     float32(act.alpha),
                     float32(math.inf if act.limit is None else act.limit),
                     float32(act.up_offset),
@@ -207,11 +204,7 @@ def moe_panels(
                     topk_weights.stride(0),
                     pointer(shared_weights),
                     0 if shared_weights is None else shared_weights.stride(0),
-                    packed.w2.records.data_ptr(),
-                    packed.w2.matrix_scale.data_ptr(),
-                    pointer(packed.w2.row_scale),
-                    pointer(packed.w2.block_scale),
-                    pointer(packed.w2_bias),
+                    *weight_arguments(packed.w2, packed.w2_bias),
                     out.data_ptr(),
                     out.stride(0),
                 ),

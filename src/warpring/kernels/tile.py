@@ -15,7 +15,7 @@ import torch
 
 from warpring.errors import UnsupportedError
 from warpring.formats import ceil_div
-from warpring.layout import RECORD_BYTES, PackedExperts
+from warpring.layout import RECORD_BYTES, PackedExperts, PackedMatrix
 from warpring.runtime.device import index_of
 from warpring.runtime.jit import KernelSpec
 from warpring.runtime.launch import float32, int32, launch, load, pointer
@@ -323,6 +323,12 @@ def input_arguments(
     return (*rows, int32(len(x)))
 
 
+def weight_arguments(matrix: PackedMatrix, bias: torch.Tensor | None) -> tuple[int, ...]:
+    """What a kernel that reads records is handed of a matrix: codes, the scales that its format has, and its bias."""
+    scales = (pointer(matrix.row_scale), pointer(matrix.block_scale))
+    return (matrix.records.data_ptr(), matrix.matrix_scale.data_ptr(), *scales, pointer(bias))
+
+
 def moe_tile(
     x: torch.Tensor,
     packed: PackedExperts,
@@ -381,16 +387,8 @@ def _launch(
                 32 * _warps(sizes, config),
                 (
                     *input_arguments(x, topk_idx, topk_weights, shared_weights),
-                    packed.w13.records.data_ptr(),
-                    packed.w13.matrix_scale.data_ptr(),
-                    pointer(packed.w13.row_scale),
-                    pointer(packed.w13.block_scale),
-                    pointer(packed.w13_bias),
-                    packed.w2.records.data_ptr(),
-                    packed.w2.matrix_scale.data_ptr(),
-                    pointer(packed.w2.row_scale),
-                    pointer(packed.w2.block_scale),
-                    pointer(packed.w2_bias),
+                    *weight_arguments(packed.w13, packed.w13_bias),
+                    *weight_arguments(packed.w2, packed.w2_bias),
                     float32(act.alpha),
                     float32(math.inf if act.limit is None else act.limit),
                     float32(act.up_offset),
